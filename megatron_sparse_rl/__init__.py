@@ -1,0 +1,1 @@
+"""Reinforcement learning with sparse KV rollouts: Megatron-core learner, colocated vLLM engines."""

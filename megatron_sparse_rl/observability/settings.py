@@ -1,0 +1,14 @@
+"""Settings of what is written for people to look at."""
+
+from megatron_sparse_rl.settings import setting, settings
+
+
+@settings
+class ObservabilitySettings:
+    """TensorBoard, the console, the metrics file and sample texts."""
+
+    tensorboard: bool = setting(True, "Write TensorBoard event files to <output_dir>/tensorboard.")
+    samples_per_step: int = setting(
+        4, "Sampled texts kept a step, in <output_dir>/samples.jsonl and TensorBoard.", ge=0
+    )
+    progress: bool = setting(True, "One line a step on the console and progress bars for longer phases.")
