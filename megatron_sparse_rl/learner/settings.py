@@ -61,7 +61,7 @@ class LearnerSettings:
     steps_per_rollout: int = setting(
         1, "Optimizer steps made from one rollout; the batch is cut by whole groups.", ge=1
     )
-    share_prompts: Literal["auto", "on", "off"] = setting(
+    share_prompts: Literal["auto", "always", "never"] = setting(
         "auto",
         "Pack each prompt once for its whole group; auto: on with the local layers, off with Transformer "
         "Engine.",

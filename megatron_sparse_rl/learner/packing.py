@@ -1,0 +1,211 @@
+"""From a batch of trajectories to packed micro-batches: which rank, which micro-batch, which token where.
+
+In: a `TrajectoryBatch`. Out: `MicroBatch`es of plain CPU tensors. Sequences are concatenated without
+padding. With shared
+prompts, a prompt is packed once for all answers of its group: answers attend to the prompt and to
+themselves, which gives
+the same log-probs and gradients as packing every answer with its own copy. The last token of an answer
+predicts nothing
+and is not packed.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_sparse_rl.kernels.policy_loss import LossColumns
+from megatron_sparse_rl.learner.attention import AttentionBlock
+from megatron_sparse_rl.trajectory import Trajectory, TrajectoryBatch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Trajectories (by index into the batch) that are packed behind one copy of their prompt, and the
+    tokens they take."""
+
+    indices: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch of T input tokens and n response tokens.
+
+    tokens, positions: int64 [T]. blocks: what attends to what. predict_rows: int64 [n], the packed row
+    whose hidden state
+    predicts each response token; targets: int64 [n], that token. columns: the loss inputs, each [n].
+    indices: the
+    trajectories (of the batch) in the order of the response tokens.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    blocks: tuple[AttentionBlock, ...]
+    predict_rows: torch.Tensor
+    targets: torch.Tensor
+    columns: LossColumns
+    indices: tuple[int, ...]
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        if device.type == "cpu":
+            return self
+        return MicroBatch(
+            self.tokens.to(device, non_blocking=True),
+            self.positions.to(device, non_blocking=True),
+            tuple(block.to(device) for block in self.blocks),
+            self.predict_rows.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            self.columns.to(device),
+            self.indices,
+        )
+
+
+def cut_pieces(batch: TrajectoryBatch, budget: int, share_prompts: bool) -> list[Piece]:
+    """Cut every group into pieces of at most `budget` tokens; a single answer longer than that is a piece
+    of its own."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, trajectory in enumerate(batch):
+        groups[trajectory.group_id].append(index)
+    pieces = []
+    for members in groups.values():
+        prompt = len(batch.trajectories[members[0]].prompt_ids)
+        chosen: list[int] = []
+        tokens = prompt
+        for index in members:
+            answer = batch.trajectories[index].length - 1
+            if chosen and (not share_prompts or tokens + answer > budget):
+                pieces.append(Piece(tuple(chosen), tokens))
+                chosen, tokens = [], prompt
+            chosen.append(index)
+            tokens += answer
+        pieces.append(Piece(tuple(chosen), tokens))
+    return pieces
+
+
+def assign(pieces: list[Piece], ranks: int, budget: int) -> list[list[list[Piece]]]:
+    """Micro-batches of every data-parallel rank: `[rank][micro_batch][piece]`.
+
+    Largest first to the least loaded rank, then first fit into micro-batches of at most `budget` tokens.
+    Deterministic. A
+    rank may get no piece at all; the caller gives it an empty micro-batch.
+    """
+    loads = [0] * ranks
+    assigned: list[list[Piece]] = [[] for _ in range(ranks)]
+    for piece in sorted(pieces, key=lambda p: (-p.tokens, p.indices)):
+        rank = loads.index(min(loads))
+        assigned[rank].append(piece)
+        loads[rank] += piece.tokens
+    return [_first_fit(own, budget) for own in assigned]
+
+
+def _first_fit(pieces: list[Piece], budget: int) -> list[list[Piece]]:
+    bins: list[list[Piece]] = []
+    free: list[int] = []
+    for piece in pieces:
+        place = next((i for i, room in enumerate(free) if room >= piece.tokens), None)
+        if place is None:
+            bins.append([])
+            free.append(budget)
+            place = len(bins) - 1
+        bins[place].append(piece)
+        free[place] -= piece.tokens
+    return bins
+
+
+def pack(
+    batch: TrajectoryBatch, pieces: list[Piece], *, share_prompts: bool, multiple: int = 1
+) -> MicroBatch:
+    """Lay `pieces` out one after another; T is padded to a multiple of `multiple` (sequence parallelism
+    needs it)."""
+    layout = _Layout()
+    for piece in pieces:
+        members = [batch.trajectories[i] for i in piece.indices]
+        if share_prompts:
+            layout.add_shared(members)
+        else:
+            for trajectory in members:
+                layout.add_single(trajectory)
+    layout.pad(multiple)
+    indices = tuple(i for piece in pieces for i in piece.indices)
+    return MicroBatch(
+        tokens=torch.from_numpy(np.concatenate(layout.tokens)),
+        positions=torch.from_numpy(np.concatenate(layout.positions)),
+        blocks=tuple(layout.blocks),
+        predict_rows=torch.from_numpy(_concatenate(layout.predict_rows, np.int64)),
+        targets=torch.from_numpy(
+            _concatenate([batch.trajectories[i].response_ids for i in indices], np.int64)
+        ),
+        columns=loss_columns(batch, indices),
+        indices=indices,
+    )
+
+
+def loss_columns(batch: TrajectoryBatch, indices: tuple[int, ...]) -> LossColumns:
+    """The per-token loss inputs of the given trajectories, concatenated in that order."""
+    chosen = [batch.trajectories[i] for i in indices]
+
+    def column(name: str) -> torch.Tensor | None:
+        values = [getattr(t, name) for t in chosen]
+        if not values or any(v is None for v in values):
+            return None
+        return torch.from_numpy(np.concatenate(values).astype(np.float32))
+
+    lengths = torch.tensor([t.length for t in chosen], dtype=torch.int64)
+    sampler = column("sampler_logprobs")
+    return LossColumns(
+        advantages=torch.from_numpy(_concatenate([batch.advantages[i] for i in indices], np.float32)),
+        mask=torch.from_numpy(_concatenate([batch.loss_mask[i] for i in indices], np.bool_)),
+        sequence_index=torch.repeat_interleave(torch.arange(len(chosen)), lengths),
+        sampler_logprobs=torch.zeros(0) if sampler is None else sampler,
+        old_logprobs=column("old_logprobs"),
+        ref_logprobs=column("ref_logprobs"),
+        sequences=len(chosen),
+    )
+
+
+def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
+
+
+class _Layout:
+    """The growing packed sequence."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.predict_rows: list[np.ndarray] = []
+        self.blocks: list[AttentionBlock] = []
+        self.size = 0
+
+    def _append(self, ids: np.ndarray, first_position: int) -> tuple[int, int]:
+        start = self.size
+        self.tokens.append(np.asarray(ids, dtype=np.int64))
+        self.positions.append(np.arange(first_position, first_position + len(ids), dtype=np.int64))
+        self.size += len(ids)
+        return start, self.size
+
+    def add_single(self, trajectory: Trajectory) -> None:
+        prompt = len(trajectory.prompt_ids)
+        start, stop = self._append(np.concatenate([trajectory.prompt_ids, trajectory.response_ids[:-1]]), 0)
+        self.blocks.append(AttentionBlock(None, ((start, stop),)))
+        self.predict_rows.append(np.arange(start + prompt - 1, stop))
+
+    def add_shared(self, members: list[Trajectory]) -> None:
+        prompt = self._append(members[0].prompt_ids, 0)
+        self.blocks.append(AttentionBlock(None, (prompt,)))
+        segments = []
+        for trajectory in members:
+            start, stop = self._append(trajectory.response_ids[:-1], len(trajectory.prompt_ids))
+            self.predict_rows.append(np.concatenate([[prompt[1] - 1], np.arange(start, stop)]))
+            if stop > start:
+                segments.append((start, stop))
+        if segments:
+            self.blocks.append(AttentionBlock(prompt, tuple(segments)))
+
+    def pad(self, multiple: int) -> None:
+        """Also gives an empty layout one token, so that every rank has something to run."""
+        missing = max(-self.size % multiple, multiple if self.size == 0 else 0)
+        if missing:
+            self.blocks.append(AttentionBlock(None, (self._append(np.zeros(missing, np.int64), 0),)))
