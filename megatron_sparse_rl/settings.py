@@ -28,7 +28,7 @@ def setting(default: Any, help: str, *, unit: str = "", **bounds: Any) -> Any:
     return Field(default=default, description=help, json_schema_extra=extra, **bounds)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(Field, setting))
+@dataclass_transform(frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass whose fields are type-checked and whose unknown keys are refused."""
     return cast(type[T], dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls))

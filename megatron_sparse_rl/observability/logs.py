@@ -1,0 +1,17 @@
+"""Where log lines go: standard error, one line an event.
+
+In: the process's rank. Out: handlers of the standard library's logging.
+"""
+
+import logging
+
+PACKAGE = "megatron_sparse_rl"
+
+
+def configure_logging(rank: int | None = None) -> None:
+    """Send log lines to standard error: this package's from INFO up on rank 0 or outside a run (None), and
+    from WARNING up on other ranks, whose lines name the rank; other packages' from WARNING up.
+    """
+    where = "" if rank is None else f" [rank {rank}]"
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s{where} %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger(PACKAGE).setLevel(logging.WARNING if rank else logging.INFO)

@@ -1,0 +1,83 @@
+"""Numbers about sampled groups, under the names the field's dashboards use.
+
+In: scored `Group`s. Out: flat dicts from metric name to float, ready for TensorBoard and the metrics file.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_sparse_rl.trajectory import Group, Trajectory
+
+PASS_AT_1 = "evaluation/pass_at_1"
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, lengths and finish reasons of the groups one step trains on; empty for no groups.
+
+    `reward/std` is the population standard deviation over all samples. `reward/<part>` is the mean of that
+    part over the samples that have it. `group/zero_variance_fraction` counts groups whose rewards are all
+    equal: they carry no gradient under a group baseline. Lengths are in tokens; fractions are of samples.
+
+    Raises ValueError for a group that is not scored yet.
+    """
+    if not groups:
+        return {}
+    rewards = [group.rewards for group in groups]
+    pooled = np.concatenate(rewards)
+    trajectories = [t for group in groups for t in group.trajectories]
+    return {
+        "reward/mean": float(pooled.mean()),
+        "reward/std": float(pooled.std()),
+        "reward/min": float(pooled.min()),
+        "reward/max": float(pooled.max()),
+        **_reward_parts(trajectories),
+        # Compared exactly: a standard deviation of eight times 0.1 is not zero in floating point.
+        "group/zero_variance_fraction": float(np.mean([r.min() == r.max() for r in rewards])),
+        "prompt/length_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
+        **_response_metrics(trajectories),
+    }
+
+
+def evaluation_metrics(groups: Sequence[Group], *, correct_at: float = 1.0) -> dict[str, float]:
+    """Accuracy on held-out problems, one group a problem; empty for no groups.
+
+    A sample is correct when its reward reaches `correct_at`. `evaluation/pass_at_1` is the mean over
+    problems of the share of correct samples, `evaluation/pass_any` the share of problems with at least one
+    correct sample (pass@k with k the samples per problem).
+
+    Raises ValueError for a group that is not scored yet.
+    """
+    if not groups:
+        return {}
+    correct = [group.rewards >= correct_at for group in groups]
+    response = _response_metrics([t for group in groups for t in group.trajectories])
+    shared = ("length_mean", "truncated_fraction")
+    return {
+        PASS_AT_1: float(np.mean([c.mean() for c in correct])),
+        "evaluation/pass_any": float(np.mean([c.any() for c in correct])),
+        "evaluation/reward_mean": float(np.mean([group.rewards.mean() for group in groups])),
+        "evaluation/problems": float(len(groups)),
+        **{f"evaluation/{name}": response[f"response/{name}"] for name in shared},
+    }
+
+
+def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    parts: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {f"reward/{name}": float(np.mean(values)) for name, values in sorted(parts.items())}
+
+
+def _response_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    lengths = np.asarray([t.length for t in trajectories])
+    reasons = [t.finish_reason for t in trajectories]
+    return {
+        "response/length_mean": float(lengths.mean()),
+        "response/length_min": float(lengths.min()),
+        "response/length_max": float(lengths.max()),
+        "response/stopped_fraction": reasons.count("stop") / len(reasons),
+        "response/truncated_fraction": reasons.count("length") / len(reasons),
+        "response/partial_fraction": reasons.count("partial") / len(reasons),
+    }
