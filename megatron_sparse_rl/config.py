@@ -1,9 +1,8 @@
 """Every setting of a run: YAML file + `key.path=value` overrides -> one frozen, checked `Config`.
 
 In: a YAML path and override strings. Out: `Config`, or a `SettingError` whose sentence names the setting,
-its value and
-the remedy, before any process or engine is started. The sections are declared next to the parts they
-configure.
+its value and the remedy, before any process or engine is started. The sections are declared next to the
+parts they configure.
 """
 
 import dataclasses
@@ -76,13 +75,12 @@ class Config:
         if self.algorithm.advantage in ("rloo", "grpo", "dr_grpo") and self.rollout.samples_per_group < 2:
             raise ValueError(
                 f"rollout.samples_per_group={self.rollout.samples_per_group} gives no group baseline; use 2 "
-                "or more, "
-                "or algorithm.advantage=reinforce"
+                "or more, or algorithm.advantage=reinforce"
             )
         if self.optimizer.warmup_steps >= self.steps and self.optimizer.warmup_steps > 0:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} does not end before "
-                "steps={self.steps}; lower it"
+                f"steps={self.steps}; lower it"
             )
         if self.algorithm.overlong_buffer > self.rollout.max_response_tokens:
             raise ValueError(
@@ -112,6 +110,10 @@ def from_tree(tree: Any) -> Config:
         # Through JSON: only there does pydantic's strict mode take mappings and lists for
         # dataclasses and tuples.
         return TypeAdapter(Config).validate_json(json.dumps(tree), strict=True)
+    except TypeError as error:
+        raise SettingError(
+            f"the configuration holds what is no number, text, list or mapping: {error}"
+        ) from None
     except ValidationError as error:
         raise SettingError("\n".join(_explain(item) for item in error.errors())) from None
 
@@ -162,6 +164,8 @@ def _explain(item: Any) -> str:
     kind, value = item["type"], item["input"]
     if kind == "unexpected_keyword_argument":
         return f"{key}={value!r}: there is no such setting; {_near(key)}"
+    if kind == "dataclass_type":
+        return f"{key}={value!r}: this is a section; give a mapping of its settings, or leave it out"
     if kind == "value_error":
         message = str(item["ctx"]["error"])
         return f"{key}.{message}" if key else message

@@ -1,10 +1,8 @@
 """How a setting is declared and refused.
 
 Every part of the system declares its settings as a frozen dataclass in a `settings.py` of its own folder,
-with
-`@settings` and one `setting(...)` per field; `config.py` joins them. In: nothing. Out: the declaration
-helpers and
-`SettingError`, the one exception a user sees for a wrong configuration.
+with `@settings` and one `setting(...)` per field; `config.py` joins them. In: nothing. Out: the declaration
+helpers and `SettingError`, the one exception a user sees for a wrong configuration.
 """
 
 from typing import Any, TypeVar, cast, dataclass_transform
@@ -30,5 +28,7 @@ def setting(default: Any, help: str, *, unit: str = "", **bounds: Any) -> Any:
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass whose fields are type-checked and whose unknown keys are refused."""
-    return cast(type[T], dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls))
+    """Make `cls` a frozen dataclass whose fields are type-checked; unknown keys, NaN and infinity are
+    refused.
+    """
+    return cast(type[T], dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))(cls))
