@@ -45,10 +45,10 @@ def make_checkpoint(
     tied: bool,
     vocab: int = 151,
     layers: int = 2,
-    hidden: int = 64,
+    hidden: int = 128,
     heads: int = 4,
     kv_heads: int = 2,
-    ffn: int = 128,
+    ffn: int = 192,
     head_dim: int | None = None,
     max_positions: int = 1024,
     stop_ids: tuple[int, ...] = (TURN_END_ID, END_OF_TEXT_ID),
@@ -58,9 +58,11 @@ def make_checkpoint(
 ) -> str:
     """Write a random model with its tokenizer to `folder` and return the folder as text.
 
-    Every weight is drawn with standard deviation `std`; norms are drawn around 1 and biases around 0, so that
-    a norm or bias that a conversion forgets changes the logits. `stop_ids` go to generation_config.json; the
-    end-of-sequence token of the tokenizer and of config.json is `<|im_end|>` alone.
+    Every weight is drawn with standard deviation `std`; norms are drawn around 1 and biases around 0, so
+    that a norm or bias that a conversion forgets changes the logits. `stop_ids` go to
+    generation_config.json; the end-of-sequence token of the tokenizer and of config.json is `<|im_end|>`
+    alone. `head_dim` defaults to hidden / heads, which Qwen2 requires; vLLM's CPU attention has no kernel
+    for fewer than 32.
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(

@@ -32,6 +32,9 @@ class RolloutSettings:
     max_running: int = setting(256, "Most requests an engine runs at one time.", unit="requests", ge=1)
     max_batched_tokens: int = setting(8192, "Most tokens of one engine step.", unit="tokens", ge=32)
     cuda_graphs: bool = setting(True, "Capture CUDA graphs for decoding; without effect on a CPU.")
+    verify_weights: bool = setting(
+        False, "After each weight update compare checksums of every tensor in learner and engine."
+    )
     extra_stop_token_ids: tuple[int, ...] = setting(
         (), "Token ids that end an answer beside those of the model's generation_config (all of which count)."
     )
@@ -44,6 +47,11 @@ class RolloutSettings:
                 "vocabulary, so a cut "
                 "sampling distribution makes every importance ratio wrong; use top_p=1 and top_k=-1 in "
                 "training"
+            )
+        if self.max_running > self.max_batched_tokens:
+            raise ValueError(
+                f"max_running={self.max_running} requests each take a token of every engine step, more than "
+                f"max_batched_tokens={self.max_batched_tokens}; lower max_running or raise max_batched_tokens"
             )
         if self.block_size % 16:
             raise ValueError(f"block_size={self.block_size} is not a multiple of 16; use 16, 32, 64 or 128")

@@ -1,0 +1,210 @@
+"""One rank of a vLLM engine that lives in the learner's process.
+
+In: sample requests, equal on every rank of the engine. Out: tokens, the log-probs they were drawn with, and
+the policy version of each. Every process of the run builds its rank at the same time, after
+`torch.distributed` is initialised (gloo on the CPU, nccl on CUDA); with W processes and tensor-parallel size
+t there are W/t engines, and ranks e*t .. e*t+t-1 form engine e (vllm/distributed/parallel_state.py,
+initialize_model_parallel: ExternalDP x TP).
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_sparse_rl.config import Config
+from megatron_sparse_rl.rollout import vllm_compat
+from megatron_sparse_rl.rollout.engine_arguments import check_engine, engine_arguments, max_model_tokens
+from megatron_sparse_rl.rollout.residency import Residency
+from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest, read_stop_token_ids
+from megatron_sparse_rl.weights.architecture import read_architecture
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # (tokens sampled so far, requests finished so far)
+
+
+@dataclass
+class _Answer:
+    """What one running request has yielded so far."""
+
+    request: SampleRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def extend(self, completion: Any) -> None:
+        """Take in the tokens of one engine step; raises RuntimeError unless each has its log-prob."""
+        token_ids, logprobs = list(completion.token_ids), list(completion.logprobs.logprobs)
+        if len(token_ids) != len(logprobs):
+            raise RuntimeError(
+                f"request {self.request.request_id}: the engine returned {len(token_ids)} tokens with "
+                f"{len(logprobs)} log-probs"
+            )
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.finish_reason = completion.finish_reason
+
+    def finished(self, version: int) -> SampledTokens:
+        """Raises RuntimeError when the engine ended the request for another reason than stop or length."""
+        if self.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"request {self.request.request_id}: the engine ended it with {self.finish_reason!r} after "
+                f"{len(self.token_ids)} tokens, not by a stop token or its length"
+            )
+        return SampledTokens(
+            request_id=self.request.request_id,
+            token_ids=np.asarray(self.token_ids, dtype=np.int64),
+            logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            policy_versions=np.full(len(self.token_ids), version, dtype=np.int32),
+            finish_reason=cast(Any, self.finish_reason),
+        )
+
+
+class Engine:
+    """This process's rank of its engine. Its weights count as stale at first, see `Residency`."""
+
+    def __init__(self, config: Config, model_path: str, *, device: str) -> None:
+        """Build the engine; the caller's environment, random states and thread count are as before
+        afterwards.
+
+        `device` is "cpu" or "cuda" (then the current CUDA device is used). Raises SettingError for settings
+        that this model or world cannot have, RuntimeError when torch.distributed is not initialised.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed must be initialised before an engine is built")
+        cuda = device.startswith("cuda")
+        world_size = dist.get_world_size()
+        check_engine(config, read_architecture(model_path), world_size=world_size, cuda=cuda)
+        self.stop_token_ids = read_stop_token_ids(model_path, config.rollout.extra_stop_token_ids)
+        self.max_model_tokens = max_model_tokens(config)
+        local_rank = torch.cuda.current_device() if cuda else int(os.environ.get("LOCAL_RANK", "0"))
+        with vllm_compat.preserved_process():
+            vllm_compat.set_environment(local_rank=local_rank, cpu=not cuda)
+            with vllm_compat.quiet_start():
+                from vllm import LLM
+
+                self._llm = LLM(**engine_arguments(config, model_path, cuda=cuda))
+        vllm_compat.keep_process_groups(self._llm)
+        self.tensor_rank, self.tensor_size = vllm_compat.tensor_rank_and_size()
+        self.index, self.count = dist.get_rank() // self.tensor_size, world_size // self.tensor_size
+        self.residency = Residency(self._llm, releases_memory=cuda)
+        logger.info("engine %d of %d, tensor rank %d, ready", self.index, self.count, self.tensor_rank)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the rank of its engine that acts on results (scores, logs)."""
+        return self.tensor_rank == 0
+
+    @property
+    def version(self) -> int:
+        """The policy version of the engine's weights."""
+        return self.residency.version
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters by vLLM's names, to be written before `weights_written`."""
+        return vllm_compat.engine_parameters(self._llm)
+
+    def sleep(self) -> None:
+        """Make room for the learner: weights and KV cache leave the GPU and are forgotten."""
+        self.residency.sleep()
+
+    def wake_weights(self) -> None:
+        """Allocate the weights, so that they can be written."""
+        self.residency.wake_weights()
+
+    def weights_written(self, version: int) -> None:
+        """Declare that `parameters()` hold policy `version`; the prefix cache is reset."""
+        self.residency.weights_written(version)
+
+    def wake_kv(self) -> None:
+        """Allocate the KV cache, once weights are written and the memory they came from is free."""
+        self.residency.wake_kv()
+
+    def sample(
+        self, requests: Sequence[SampleRequest], progress: Progress | None = None
+    ) -> list[SampledTokens]:
+        """Sample every request to its end; results in the order of `requests`.
+
+        Every rank of an engine must pass equal requests in equal order. Log-probs are those of the
+        distribution that was drawn from, so after temperature; at temperature 0 the likeliest token is taken
+        and its log-prob is that of the untempered distribution. Raises ValueError for a request that cannot
+        run, and RuntimeError when the engine is not ready or ends a request otherwise than by stop or
+        length; both name it.
+        """
+        self.residency.require_ready()
+        answers = {request.request_id: _Answer(request) for request in requests}
+        if len(answers) != len(requests):
+            raise ValueError(
+                f"{len(requests)} requests have only {len(answers)} different ids; each needs its own"
+            )
+        for request in requests:
+            self._check_request(request)
+        with vllm_compat.preserved_random_state():
+            self._run(answers, progress)
+        return [answers[request.request_id].finished(self.version) for request in requests]
+
+    def _check_request(self, request: SampleRequest) -> None:
+        if request.max_tokens < 1 or len(request.token_ids) < 1:
+            raise ValueError(
+                f"request {request.request_id} has {len(request.token_ids)} context tokens and may sample "
+                f"{request.max_tokens}; both must be at least 1"
+            )
+        length = len(request.token_ids) + request.max_tokens
+        if length > self.max_model_tokens:
+            raise ValueError(
+                f"request {request.request_id}: {len(request.token_ids)} context tokens and "
+                f"{request.max_tokens} to sample exceed rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {self.max_model_tokens}"
+            )
+
+    def _run(self, answers: dict[str, _Answer], progress: Progress | None) -> None:
+        """Step the engine until every answer has ended; whatever still runs after an error is aborted."""
+        from vllm.inputs import tokens_input
+
+        engine = self._llm.llm_engine
+        running = set(answers)
+        tokens = 0
+        try:
+            for request_id, answer in answers.items():
+                prompt = tokens_input(answer.request.token_ids.tolist())
+                engine.add_request(request_id, prompt, _sampling_params(answer.request))
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    (completion,) = output.outputs
+                    answers[output.request_id].extend(completion)
+                    tokens += len(completion.token_ids)
+                    if output.finished:
+                        running.discard(output.request_id)
+                if progress is not None:
+                    progress(tokens, len(answers) - len(running))
+        except Exception as error:
+            error.add_note(f"while the engine ran requests {sorted(running)[:8]} of {len(answers)}")
+            raise
+        finally:
+            if running:
+                engine.abort_request(sorted(running))
+
+
+def _sampling_params(request: SampleRequest) -> Any:
+    """vLLM's parameters: whole vocabulary, one answer, its own seed, no other stop than the request's."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,  # the end-of-sequence ids are all among stop_token_ids
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
