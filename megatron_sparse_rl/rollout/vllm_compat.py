@@ -86,8 +86,9 @@ def preserved_process() -> Iterator[None]:
 
     Building an engine seeds every generator of the process (utils/torch_utils.py, set_random_seed), writes a
     dozen environment variables, LD_PRELOAD and LOCAL_WORLD_SIZE among them (platforms/cpu.py,
-    check_and_update_config), and sets the thread count (utils/torch_utils.py,
-    set_torch_threads_for_runtime).
+    check_and_update_config), sets the thread count (utils/torch_utils.py, set_torch_threads_for_runtime), and
+    exempts every live object, the learner's included, from garbage collection (v1/engine/core.py,
+    freeze_gc_heap).
     """
     environment, set_num_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     try:
