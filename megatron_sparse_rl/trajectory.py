@@ -68,8 +68,7 @@ class Trajectory:
         if wrong:
             raise ValueError(
                 f"trajectory {self.group_id}/{self.sample_index}: response has {expected} tokens, but "
-                "{wrong}; "
-                "every per-token column must have the response's length"
+                f"{wrong}; every per-token column must have the response's length"
             )
 
     @property
@@ -122,8 +121,7 @@ class TrajectoryBatch:
                 if len(column) != trajectory.length:
                     raise ValueError(
                         f"{name} of trajectory {trajectory.group_id}/{trajectory.sample_index} has "
-                        "{len(column)} entries "
-                        f"for {trajectory.length} response tokens"
+                        f"{len(column)} entries for {trajectory.length} response tokens"
                     )
 
     def __len__(self) -> int:
