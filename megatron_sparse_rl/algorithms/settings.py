@@ -32,7 +32,11 @@ class AlgorithmSettings:
     kl_coefficient: float = setting(
         0.0, "Weight of the KL to the reference policy (the model at step 0).", ge=0
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "Estimator of that KL; k3 is `low_var_kl`.")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k3",
+        "Estimator of that KL; k3 is `low_var_kl`. On the policy's own samples the gradient of k2 is "
+        "that of the KL, and that of k1 averages to zero.",
+    )
     dynamic_sampling: bool = setting(
         False, "Replace groups whose rewards are all equal by new prompts (DAPO)."
     )
@@ -43,7 +47,10 @@ class AlgorithmSettings:
         "(DAPO).",
     )
     overlong_buffer: int = setting(
-        0, "Last tokens of the budget over which the penalty grows to 1.", unit="tokens", ge=0
+        0,
+        "Last tokens of the budget over which the penalty of overlong=shape grows to 1.",
+        unit="tokens",
+        ge=0,
     )
 
     @model_validator(mode="after")
@@ -51,6 +58,16 @@ class AlgorithmSettings:
         if 0 < self.dual_clip <= 1:
             raise ValueError(
                 f"dual_clip={self.dual_clip} must be above 1 (3 and 10 are common), or 0 for off"
+            )
+        if self.dual_clip > 0 and self.loss == "cispo":
+            raise ValueError(
+                f"dual_clip={self.dual_clip} has no effect with loss=cispo, whose weight is bounded by "
+                "clip_high; set dual_clip=0"
+            )
+        if self.overlong != "shape" and self.overlong_buffer > 0:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} has no effect with overlong={self.overlong}; set "
+                "overlong=shape, or overlong_buffer=0"
             )
         if self.overlong == "shape" and self.overlong_buffer == 0:
             raise ValueError(
