@@ -1,0 +1,1 @@
+"""Prompt sources: JSONL and Parquet files, procedural tasks; a deterministic order that can be resumed."""
