@@ -13,5 +13,7 @@ def configure_logging(rank: int | None = None) -> None:
     from WARNING up on other ranks, whose lines name the rank; other packages' from WARNING up.
     """
     where = "" if rank is None else f" [rank {rank}]"
-    logging.basicConfig(format=f"%(asctime)s %(levelname)s{where} %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        format=f"%(asctime)s %(levelname)s{where} %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
+    )
     logging.getLogger(PACKAGE).setLevel(logging.WARNING if rank else logging.INFO)

@@ -62,6 +62,25 @@ def evaluation_metrics(groups: Sequence[Group], *, correct_at: float = 1.0) -> d
     }
 
 
+def policy_metrics(stats: dict[str, float]) -> dict[str, float]:
+    """The loss statistics under `policy/`; `max/ratio` becomes `policy/ratio_max`."""
+    named = {}
+    for name, value in stats.items():
+        kind, _, rest = name.partition("/")
+        named[f"policy/{rest}_{kind}" if rest else f"policy/{name}"] = value
+    return named
+
+
+def throughput_metrics(times: dict[str, float], sampled: float, trained: float) -> dict[str, float]:
+    """Response tokens per second of the rollout and of the learner, over the whole run; `times` is
+    `TimeLedger.step_metrics()`."""
+    metrics = {}
+    for name, phase, tokens in (("rollout", "rollout", sampled), ("train", "learn", trained)):
+        if seconds := times.get(f"time/{phase}_s"):
+            metrics[f"throughput/{name}_tokens_per_s"] = tokens / seconds
+    return metrics
+
+
 def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     parts: dict[str, list[float]] = {}
     for trajectory in trajectories:

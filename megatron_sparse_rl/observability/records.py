@@ -33,33 +33,40 @@ def json_value(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records to one JSON Lines file."""
+    """Appends records to one JSON Lines file, which is made with the first of them."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _open(path, "a")
+        self._path = path
+        self._file: TextIO | None = None
 
     def write(self, record: Record) -> None:
-        line = json.dumps(json_value(record), ensure_ascii=False, allow_nan=False)
-        self._file.write(line + "\n")
+        """Append one record; it is in the file when this returns."""
+        if self._file is None:
+            self.cut(lambda _: True)
+            self._file = _open(self._path, "a")
+        self._file.write(_line(record))
         self._file.flush()
 
+    def cut(self, keep: Callable[[Record], bool]) -> None:
+        """Drop the records that `keep` refuses, and a half-written last line; by one rename, so never
+        halfway.
+
+        Raises RunRecordError for a line that is damaged elsewhere.
+        """
+        self.close()
+        if not self._path.exists():
+            return
+        kept = [record for record in read_records(self._path) if keep(record)]
+        beside = self._path.with_name(self._path.name + ".tmp")
+        with _open(beside, "w") as file:
+            file.writelines(map(_line, kept))
+        os.replace(beside, self._path)
+
     def close(self) -> None:
-        self._file.close()
-
-
-def cut_records(path: Path, keep: Callable[[Record], bool]) -> None:
-    """Drop the records of `path` that `keep` refuses, and a half-written last line; by one rename, so never
-    halfway.
-
-    A missing file is left missing. Raises RunRecordError for a line that is damaged elsewhere.
-    """
-    if not path.exists():
-        return
-    kept = [record for record in read_records(path) if keep(record)]
-    beside = path.with_name(path.name + ".tmp")
-    with _open(beside, "w") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
-    os.replace(beside, path)
+        """Close the file; a later record opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def read_records(path: Path) -> list[Record]:
@@ -85,6 +92,10 @@ def read_records(path: Path) -> list[Record]:
                 f"{path}: line {number} is not a JSON object; remove the line or restore the file"
             )
     return records
+
+
+def _line(record: Record) -> str:
+    return json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _open(path: Path, mode: str) -> TextIO:

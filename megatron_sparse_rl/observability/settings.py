@@ -11,4 +11,4 @@ class ObservabilitySettings:
     samples_per_step: int = setting(
         4, "Sampled texts kept a step, in <output_dir>/samples.jsonl and TensorBoard.", ge=0
     )
-    progress: bool = setting(True, "One line a step on the console.")
+    progress: bool = setting(True, "One line a step on the console, and a progress bar on a terminal.")

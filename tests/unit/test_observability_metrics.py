@@ -1,11 +1,20 @@
 """Metrics of sampled groups, the time ledger and the memory figures."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_sparse_rl.observability.ledger import TimeLedger, memory_metrics
-from megatron_sparse_rl.observability.metrics import PASS_AT_1, evaluation_metrics, rollout_metrics
+from megatron_sparse_rl.observability.metrics import (
+    PASS_AT_1,
+    evaluation_metrics,
+    policy_metrics,
+    rollout_metrics,
+    throughput_metrics,
+)
+from megatron_sparse_rl.observability.samples import SampleText, sample_texts
 from megatron_sparse_rl.trajectory import FinishReason, Group, Prompt, Trajectory
 
 
@@ -91,6 +100,32 @@ def test_evaluation_counts_correct_samples_per_problem() -> None:
     assert metrics["evaluation/problems"] == 2
     assert metrics["evaluation/truncated_fraction"] == pytest.approx(1 / 6)
     assert evaluation_metrics(groups, correct_at=0.9)[PASS_AT_1] == 0.25
+
+
+def test_policy_metrics_name_extremes_at_the_end() -> None:
+    stats = {"entropy": 0.5, "max/ratio": 1.5, "min/ratio": 0.5}
+    assert policy_metrics(stats) == {"policy/entropy": 0.5, "policy/ratio_max": 1.5, "policy/ratio_min": 0.5}
+
+
+def test_throughput_is_left_out_for_a_phase_that_did_not_run() -> None:
+    times = {"time/rollout_s": 4.0, "time/step_s": 5.0}
+    assert throughput_metrics(times, 200, 100) == {"throughput/rollout_tokens_per_s": 50.0}
+
+
+def test_sample_texts_take_one_answer_of_each_group_first() -> None:
+    groups = [
+        Group(
+            Prompt(index, np.arange(2), f"question {index}", f"answer {index}"),
+            tuple(
+                replace(trajectory(0.5, length=sample + 1, math=1.0), sample_index=sample)
+                for sample in (0, 1)
+            ),
+        )
+        for index in (3, 8)
+    ]
+    texts = sample_texts(5, groups, lambda ids: f"{len(ids)} tokens", 3)
+    assert [(t.group, t.sample_index) for t in texts] == [(3, 0), (8, 0), (3, 1)]
+    assert texts[2] == SampleText(5, 3, 1, "question 3", "2 tokens", "answer 3", 0.5, {"math": 1.0}, "stop")
 
 
 def test_ledger_adds_up_phases_and_starts_anew_each_step() -> None:

@@ -89,20 +89,38 @@ def test_resume_keeps_the_evaluation_of_the_checkpoint(tmp_path: Path) -> None:
     assert kinds_and_steps(tmp_path) == expected
 
 
-def test_an_evaluation_before_the_first_step_of_a_resumed_run_replaces_the_old_one(tmp_path: Path) -> None:
+def test_evaluation_of_a_checkpoint_drops_only_the_evaluation_it_repeats(tmp_path: Path) -> None:
     record_steps(tmp_path, range(1, 4))
     for value in (0.1, 0.2):
         observer = Observer(QUIET, tmp_path, rank=0, total_steps=10)
         observer.evaluation(2, {PASS_AT_1: value})
         observer.close()
-    assert kinds_and_steps(tmp_path) == [("step", 1), ("step", 2), ("evaluation", 2)]
+    assert kinds_and_steps(tmp_path) == [("step", 1), ("step", 2), ("step", 3), ("evaluation", 2)]
     assert read_records(tmp_path / "metrics.jsonl")[-1][PASS_AT_1] == 0.2
 
 
+def test_a_resumed_run_that_evaluates_before_it_records_the_step_has_no_doubles(tmp_path: Path) -> None:
+    for first in (1, 3):
+        observer = Observer(QUIET, tmp_path, rank=0, total_steps=10)
+        for step in range(first, first + 4):
+            observer.evaluation(step, {PASS_AT_1: first / 10})
+            observer.step(step, {"reward/mean": 0.5}, [])
+        observer.close()
+    assert kinds_and_steps(tmp_path) == [(k, s) for s in range(1, 7) for k in ("evaluation", "step")]
+    values = [r[PASS_AT_1] for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "evaluation"]
+    assert values == [0.1, 0.1, 0.3, 0.3, 0.3, 0.3]
+
+
 def test_a_fresh_run_in_an_old_folder_starts_an_empty_record(tmp_path: Path) -> None:
-    record_steps(tmp_path, range(1, 6))
-    record_steps(tmp_path, range(1, 2))
-    assert kinds_and_steps(tmp_path) == [("step", 1)]
+    for evaluated in ((0, 1), (1,), ()):
+        observer = Observer(QUIET, tmp_path, rank=0, total_steps=10)
+        for step in evaluated:
+            observer.evaluation(step, {PASS_AT_1: 0.5})
+        for step in range(1, 4 - len(evaluated)):
+            observer.step(step, {}, [sample(step)])
+        observer.close()
+        new = [("evaluation", s) for s in evaluated] + [("step", s) for s in range(1, 4 - len(evaluated))]
+        assert kinds_and_steps(tmp_path) == new
 
 
 def test_a_line_cut_off_by_a_kill_is_dropped_on_resume(
@@ -121,6 +139,9 @@ def test_damage_in_the_middle_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step":\n{"step": 3}\n')
     with pytest.raises(RunRecordError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
+        read_records(path)
+    path.write_text('{"step": 1}\n{"step":\n')
+    with pytest.raises(RunRecordError, match="line 2 is not"):
         read_records(path)
     path.write_text('[1]\n{"step": 3}\n')
     with pytest.raises(RunRecordError, match="line 1 is not"):
@@ -148,8 +169,9 @@ def test_tensorboard_holds_scalars_and_samples_once_after_a_resume(tmp_path: Pat
     settings = ObservabilitySettings(progress=False)
     record_steps(tmp_path, range(1, 5), settings)
     observer = Observer(settings, tmp_path, rank=0, total_steps=10)
-    observer.step(3, {"reward/mean": 0.9}, [sample(3, response="<b>*not markup*</b>")])
     observer.evaluation(3, {PASS_AT_1: 0.25})
+    observer.step(3, {"reward/mean": 0.9}, [sample(3, response="<b>*not markup*</b>")])
+    observer.evaluation(5, {PASS_AT_1: 0.5})
     observer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -158,10 +180,22 @@ def test_tensorboard_holds_scalars_and_samples_once_after_a_resume(tmp_path: Pat
         (2, pytest.approx(0.2)),
         (3, pytest.approx(0.9)),
     ]
-    assert [(e.step, e.value) for e in events.Scalars(PASS_AT_1)] == [(3, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars(PASS_AT_1)] == [(3, 0.25), (5, 0.5)]
     text = events.Tensors("samples/0/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "    <b>*not markup*</b>" in text
     assert "math 1" in text
+
+
+def test_tensorboard_keeps_every_step_when_a_checkpoint_is_evaluated(tmp_path: Path) -> None:
+    settings = ObservabilitySettings(progress=False)
+    record_steps(tmp_path, range(1, 5), settings)
+    observer = Observer(settings, tmp_path, rank=0, total_steps=10)
+    observer.evaluation(2, {PASS_AT_1: 0.25})
+    observer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("reward/mean")] == [1, 2, 3, 4]
+    assert [(e.step, e.value) for e in events.Scalars(PASS_AT_1)] == [(2, 0.25)]
 
 
 def test_no_tensorboard_folder_when_it_is_off(tmp_path: Path) -> None:
