@@ -27,6 +27,7 @@ REQUIRES = [
     "tensorboard>=2.19,<3",
     "matplotlib>=3.9,<4",
     "pyarrow>=18,<26",
+    "packaging>=24,<27",
     "psutil>=6,<8",
     "reasoning-gym==0.1.25",
     "math-verify[antlr4-13-2]>=0.9.0,<0.10",
