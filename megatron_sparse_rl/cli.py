@@ -163,8 +163,9 @@ def _run(command: Literal["train", "eval"], path: Path, overrides: list[str], sh
 
 
 def _refuse(error: Exception) -> int:
-    """Say on one line, without a traceback, what cannot be used; returns the exit status."""
-    typer.echo(f"error: {error}", err=True)
+    """Say without a traceback, on one line a fault, what cannot be used; returns the exit status."""
+    for line in str(error).splitlines():
+        typer.echo(f"error: {line}", err=True)
     return EXIT_SETTING
 
 

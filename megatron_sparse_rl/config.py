@@ -100,7 +100,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     try:
         tree = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise SettingError(f"configuration cannot be resolved: {error}") from None
+        raise SettingError(f"configuration cannot be resolved: {_one_line(error)}") from None
     return from_tree(tree)
 
 
@@ -137,7 +137,7 @@ def _read_yaml(path: str | Path | None) -> Any:
     try:
         loaded = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise SettingError(f"config file {str(path)!r} is not readable YAML: {error}") from None
+        raise SettingError(f"config file {str(path)!r} is not readable YAML: {_one_line(error)}") from None
     if not OmegaConf.is_dict(loaded):
         raise SettingError(
             f"config file {str(path)!r} holds no mapping of settings; see examples/ for the form"
@@ -155,7 +155,11 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise SettingError(f"overrides {list(overrides)} cannot be read: {error}") from None
+        raise SettingError(f"overrides {list(overrides)} cannot be read: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _explain(item: Any) -> str:

@@ -70,6 +70,8 @@ def test_show_config_prints_the_resolved_settings_and_starts_nothing(
         (["steps=0"], "steps=0: input should be greater than or equal to 1"),
         (["optimizer.lrr=1"], "did you mean optimizer.lr"),
         (["steps"], "is not of the form key.path=value"),
+        (["rollout.extra_stop_token_ids=[1,2"], "cannot be read: while parsing"),
+        (["steps=${nope}"], "cannot be resolved"),
     ],
 )
 def test_wrong_setting_is_one_clean_line_and_status_2(
@@ -86,6 +88,12 @@ def test_wrong_setting_is_one_clean_line_and_status_2(
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert not launched
+
+
+def test_every_fault_has_a_line_of_its_own(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("train", config_file, "steps=0", "seed=-1") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("=")[0] for line in lines] == ["error: steps", "error: seed"]
 
 
 def test_missing_config_file_is_one_clean_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
