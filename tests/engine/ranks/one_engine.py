@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,20 +16,28 @@ from tests.engine.models import engine_config, largest_gap, load_model, random_p
 
 
 def build_and_compare_process_state(folder: str) -> Engine:
+    os.environ.pop("OMP_NUM_THREADS", None)  # with it, vLLM would leave the thread count alone
     torch.set_num_threads(2)
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    environment, setter = dict(os.environ), torch.set_num_threads
+    environment, setter, policies = dict(os.environ), torch.set_num_threads, memory_policies()
     engine = Engine(engine_config(max_batched_tokens=32), folder, device="cpu")
     after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert after == before, "a random state of the caller changed"
     assert torch.get_num_threads() == 2, f"{torch.get_num_threads()} threads instead of 2"
     assert torch.set_num_threads is setter, "torch.set_num_threads was replaced"
+    assert memory_policies() == policies, f"memory was bound: {memory_policies()}"
     assert dict(os.environ) == environment, set(os.environ.items()) ^ set(environment.items())
     print("ok process state")
     return engine
+
+
+def memory_policies() -> set[str]:
+    """NUMA policies of this process's mappings; empty where the kernel does not tell."""
+    maps = Path("/proc/self/numa_maps")
+    return {line.split()[1] for line in maps.read_text().splitlines()} if maps.is_file() else set()
 
 
 def check_refusals(engine: Engine) -> None:
