@@ -1,8 +1,10 @@
 """The console command: help, errors, exit statuses, and what it hands on."""
 
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +14,20 @@ import yaml
 
 from megatron_sparse_rl import cli
 from megatron_sparse_rl.config import Config, load_config
+from megatron_sparse_rl.observability.logs import configure_logging
 from megatron_sparse_rl.settings import SettingError
 
 COMMANDS = ("train", "eval", "report", "doctor")
+
+
+@pytest.fixture(autouse=True)
+def logging_of_other_tests() -> Iterator[None]:
+    """Commands set up logging for the whole process; leave it as it was."""
+    package = logging.getLogger("megatron_sparse_rl")
+    handlers, level = list(logging.root.handlers), package.level
+    yield
+    logging.root.handlers[:] = handlers
+    package.setLevel(level)
 
 
 @pytest.fixture
@@ -152,6 +165,33 @@ def test_report_of_a_wrong_folder_is_one_clean_line(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "shown"),
+    [
+        (None, ["INFO megatron_sparse_rl.part: event", "WARNING megatron_sparse_rl.part: trouble"]),
+        (
+            0,
+            [
+                "INFO [rank 0] megatron_sparse_rl.part: event",
+                "WARNING [rank 0] megatron_sparse_rl.part: trouble",
+            ],
+        ),
+        (3, ["WARNING [rank 3] megatron_sparse_rl.part: trouble"]),
+    ],
+)
+def test_log_lines_are_one_an_event_and_name_the_rank(
+    rank: int | None, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging(7)  # A later call replaces what an earlier one set up.
+    configure_logging(rank)
+    logger = logging.getLogger("megatron_sparse_rl.part")
+    logger.info("event")
+    logger.warning("trouble")
+    logging.getLogger("another.package").info("chatter")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == shown
 
 
 @pytest.mark.parametrize(("blocks", "code"), [(False, 0), (True, 1)])
