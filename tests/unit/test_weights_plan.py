@@ -88,11 +88,12 @@ def test_every_destination_element_is_written_once(arch, parallel: ParallelSetti
     assert all(torch.equal(c, torch.ones_like(c)) for tensors in written for c in tensors.values())
 
 
-def test_what_a_rank_holds_itself_is_not_sent() -> None:
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_what_a_rank_holds_itself_is_not_sent(ranks_per_node: int) -> None:
     arch = architecture()
     parallel = ParallelSettings(tensor=2, pipeline=1, sequence=False)
     learner = learner_layouts(arch, parallel, 4, transformer_engine=False)
-    plan = make_plan(learner, engine_layouts(arch, 2, 4))
+    plan = make_plan(learner, engine_layouts(arch, 2, 4), ranks_per_node=ranks_per_node)
     remote = {t.hf_name for t in plan.transfers if not t.local}
     # The halves of everything but the vocabulary coincide: 256 padded rows against 192.
     assert remote == {"model.embed_tokens.weight", "lm_head.weight"}

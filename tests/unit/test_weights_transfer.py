@@ -130,15 +130,18 @@ def messages_complete(ranks: list[tuple[Round, ...]]) -> bool:
     return all(posted["send", source, to] == posted["receive", source, to] for _, source, to in list(posted))
 
 
-def test_a_round_stays_within_its_bucket_and_one_transfer() -> None:
+@given(bucket=st.integers(1, 4000), engine=st.sampled_from([1, 2, 4]), pipeline=st.sampled_from([2, 4]))
+def test_a_round_stays_within_its_bucket_and_one_transfer(bucket: int, engine: int, pipeline: int) -> None:
     arch = architecture(layers=4)
-    parallel = ParallelSettings(tensor=2, pipeline=2, sequence=False)
-    plan = make_plan(learner_layouts(arch, parallel, 4, transformer_engine=False), engine_layouts(arch, 1, 4))
+    parallel = ParallelSettings(tensor=2, pipeline=pipeline, sequence=False)
+    processes = 2 * pipeline
+    plan = make_plan(
+        learner_layouts(arch, parallel, processes, transformer_engine=False),
+        engine_layouts(arch, engine, processes),
+    )
     largest = max(t.elements for t in plan.transfers)
-    bucket = 2000
-    for rank in range(4):
+    for rank in range(processes):
         program = make_program(plan, rank, dtype=torch.bfloat16, bucket_bytes=2 * bucket)
-        assert len(program.rounds) > 4
         for step in program.rounds:
             for side in (step.sends, step.receives):
                 assert sum(t.elements for part in side.values() for t in part) < bucket + largest
