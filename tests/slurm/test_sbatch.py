@@ -171,4 +171,4 @@ def test_a_training_step_on_two_nodes(cluster: dict[str, str], tmp_path: Path) -
     code, log = submit(cluster, program, tmp_path, *overrides, config=TINY_RUN, tasks_per_node=1)
     assert code == 0, log[-6000:]
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert steps
+    assert [record["step"] for record in steps if record["kind"] == "step"] == [1]
