@@ -82,10 +82,18 @@ def _from_slurm(environment: Mapping[str, str]) -> Placement:
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Processes of this machine, by which the weight transfer prefers senders on the receiver's own
-    machine."""
+    """Processes of each machine, by which the weight transfer prefers senders on the receiver's own machine.
+
+    The same number on every rank, because every rank makes the same transfer plan from it: 1, no preference,
+    where Slurm gave the machines different numbers of tasks.
+    """
     placement = read_placement(environment)
-    return placement.local_world_size if placement else 1
+    if placement is None:
+        return 1
+    counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if sum(counts) == placement.world_size:  # else torchrun started the ranks inside a step of its own
+        return counts[0] if len(set(counts)) == 1 else 1
+    return placement.local_world_size
 
 
 def tasks_per_node(text: str) -> list[int]:

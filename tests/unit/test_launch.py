@@ -18,6 +18,7 @@ from megatron_sparse_rl.placement import (
     Placement,
     check_layout,
     processes_to_start,
+    ranks_per_node,
     read_placement,
     tasks_per_node,
     threads_of_process,
@@ -238,6 +239,17 @@ def test_placement_under_torchrun_comes_first() -> None:
         rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1
     )
     assert read_placement({}) is None
+
+
+def test_ranks_per_node_is_the_same_number_on_every_rank() -> None:
+    assert ranks_per_node({}) == 1
+    assert ranks_per_node(SRUN) == 1
+    uneven = {**SRUN, "SLURM_NTASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "4,2"}
+    on_each_node = [{**uneven, "SLURM_NODEID": node, "SLURM_PROCID": rank} for node, rank in ("00", "14")]
+    assert [ranks_per_node(environment) for environment in on_each_node] == [1, 1]
+    assert ranks_per_node({**SRUN, "SLURM_NTASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "4(x3)"}) == 4
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert ranks_per_node({**SRUN, **torchrun, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}) == 4
 
 
 def test_threads() -> None:
