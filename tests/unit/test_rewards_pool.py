@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_sparse_rl.rewards import pool as pool_module
-from megatron_sparse_rl.rewards.pool import RewardError, RewardPool
+from megatron_sparse_rl.rewards.pool import MAX_FRUITLESS, RewardError, RewardPool
 from megatron_sparse_rl.rewards.settings import RewardSettings
 from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.trajectory import Group, Prompt, Trajectory
@@ -191,7 +191,8 @@ def test_on_error_raise_stops_with_the_traceback_and_leaves_the_pool_usable(
     with pytest.raises(
         RewardError, match=r"group 7, sample 1(.|\n)*mine\.py(.|\n)*KeyError: \"the user's own"
     ):
-        pool.score([group(7, ["42", "raise", "sleep", "42"])], decode)
+        pool.score([group(7, ["sleep", "raise", "42"])], decode)
+    assert all(worker.state != "busy" for worker in pool._workers)
     (scored,) = pool.score([group(8, ["42", "41"] * 4)], decode)
     assert scored.rewards.tolist() == [1.0, 0.0] * 4
 
@@ -209,14 +210,16 @@ def test_workers_import_nothing_heavy(make_pool: Any, location: str) -> None:
     assert scored.trajectories[0].reward_parts[location] == 0.0
 
 
-def test_a_worker_that_dies_between_batches_is_replaced(make_pool: Any, location: str) -> None:
+def test_workers_that_die_between_batches_are_replaced_as_often_as_they_do(
+    make_pool: Any, location: str
+) -> None:
     pool = make_pool(verifiers={location: 1.0}, workers=1)
-    (scored,) = pool.score([group(0, ["pid"])], decode)
-    os.kill(int(scored.rewards[0]), signal.SIGKILL)
-    wait_for(pool._workers[0].pipe.poll)
-    (scored,) = pool.score([group(1, ["42"])], decode)
-    assert scored.rewards.tolist() == [1.0]
-    assert pool.counters == {"scored": 2, "timeouts": 0, "errors": 0, "crashes": 0}
+    for index in range(MAX_FRUITLESS + 1):
+        (scored,) = pool.score([group(index, ["pid", "42"])], decode)
+        assert scored.rewards[1] == 1.0
+        os.kill(int(scored.rewards[0]), signal.SIGKILL)
+        wait_for(pool._workers[0].pipe.poll)
+    assert pool.counters == {"scored": 2 * MAX_FRUITLESS + 2, "timeouts": 0, "errors": 0, "crashes": 0}
 
 
 def test_a_verifier_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_format() -> None:
 
 
 def test_reasoning_gym_is_scored_by_the_task_itself() -> None:
-    (problem,) = load_problems(SourceSettings(task="chain_sum", size=1, seed=3))
+    _, problem = load_problems(SourceSettings(task="chain_sum", size=2, seed=3))
     right = problem.answer
     assert reasoning_gym(f" {right}\n", problem.metadata) == 1.0
     assert reasoning_gym(f"<answer>9</answer> <answer> {right} </answer>!", problem.metadata) == 1.0
