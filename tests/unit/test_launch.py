@@ -47,20 +47,21 @@ class Started:
         self.folder = folder
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMP_"))}
         environment |= {"ENTRY_MODE": mode, "ENTRY_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", START, command, str(folder / "run.yaml"), *overrides],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        # To a file: a pipe would stay open as long as any process that a rank left behind.
+        with open(folder / "errors.log", "w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, command, str(folder / "run.yaml"), *overrides],
+                env=environment,
+                stderr=errors,
+            )
 
     def finish(self) -> tuple[int, str]:
         """Exit status and what was printed on stderr."""
         try:
-            _, errors = self.process.communicate(timeout=LIMIT_S)
+            self.process.wait(timeout=LIMIT_S)
         finally:
             self.process.kill()
-        return self.process.returncode, errors
+        return self.process.returncode, (self.folder / "errors.log").read_text(encoding="utf-8")
 
     def wait_for_ranks(self, ranks: int) -> list[dict[str, Any]]:
         deadline = time.monotonic() + LIMIT_S
@@ -77,14 +78,13 @@ def notes_in(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def gone(*pids: int) -> bool:
-    """No such process is running; waits a moment for the kernel's answer to a kill."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        alive = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"]
-        if not alive:
-            return True
-        time.sleep(0.1)
-    return False
+    """Every one of these processes has ended, within the moment that a kill takes; those left are killed."""
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(alive, timeout=20)
+    running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    for process in running:
+        process.kill()
+    return not running
 
 
 def config_of(**tree: Any) -> Config:
