@@ -56,6 +56,16 @@ class UpdateResult:
     skipped: int
     tokens: int
 
+    @property
+    def grad_norm(self) -> float:
+        """Mean gradient norm of the steps, before clipping."""
+        return float(np.mean([step.grad_norm for step in self.steps])) if self.steps else 0.0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        return self.steps[-1].lr if self.steps else 0.0
+
 
 class Learner:
     """This rank's share of the learner."""
@@ -64,6 +74,7 @@ class Learner:
         self.config = config
         self.arch = arch
         self.device = device
+        self.offloaded = False
         self.head = HeadSettings(config.rollout.temperature, config.learner.logprob_chunk_tokens)
         with megatron_device(device):
             self.at = initialise_model_parallel(config.parallel, config.seed)
@@ -95,6 +106,24 @@ class Learner:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The live parameters of this rank under the names of its layout."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    # ---- device memory ----
+
+    def offload_optimizer(self) -> None:
+        """Move optimizer state to the host and drop the gradient buffers, so that the engine has room.
+        CUDA only."""
+        if self.device.type != "cuda" or not self.config.learner.offload_optimizer or self.offloaded:
+            return
+        self.wrapped.offload_grad_buffers()
+        self.optimizer.inner.offload_to_cpu()
+        self.offloaded = True
+
+    def load_optimizer(self) -> None:
+        """Undo `offload_optimizer`."""
+        if self.offloaded:
+            self.optimizer.inner.restore_from_cpu()
+            self.wrapped.restore_grad_buffers()
+            self.offloaded = False
 
     # ---- learning ----
 

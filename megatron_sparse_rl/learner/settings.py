@@ -73,6 +73,9 @@ class LearnerSettings:
         "auto",
         "Layer implementation; auto: Transformer Engine where CUDA and the package are there, else local.",
     )
+    offload_optimizer: bool = setting(
+        True, "Keep optimizer state in host memory while the engine samples; without effect on a CPU."
+    )
     logprob_chunk_tokens: int = setting(
         1024,
         "Response tokens whose logits exist at one time when log-probs are computed.",

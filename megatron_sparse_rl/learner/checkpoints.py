@@ -1,0 +1,163 @@
+"""Checkpoints of a run: Megatron's distributed format for the learner, JSON for the trainer, a manifest
+over all of it.
+
+In: the learner and the trainer's own state as plain values. Out: `<output_dir>/checkpoints/step_000020/`,
+written beside as
+`.partial`, checked in by a manifest and one rename, so that a folder without the suffix is complete.
+Loading takes the
+newest one whose files match their manifest. Megatron's format can be loaded under another tensor/pipeline
+layout; on the
+same layout resuming is exact to the bit.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from safetensors.torch import load_file, save_file
+
+from megatron_sparse_rl.learner import random_state
+from megatron_sparse_rl.learner.learner import Learner
+from megatron_sparse_rl.learner.manifest import damage, write_manifest
+from megatron_sparse_rl.learner.megatron_compat import megatron_device
+from megatron_sparse_rl.learner.settings import CheckpointSettings
+
+logger = logging.getLogger(__name__)
+
+PARTIAL = ".partial"
+TRAINER = "trainer.json"
+
+
+class Checkpoints:
+    """Saving, keeping and loading the checkpoints of one run. Every method is collective."""
+
+    def __init__(self, settings: CheckpointSettings, output_dir: str | Path, learner: Learner) -> None:
+        self.settings = settings
+        self.root = Path(output_dir) / "checkpoints"
+        self.learner = learner
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether the state after `step` steps is to be saved."""
+        every = self.settings.every
+        return every > 0 and (step % every == 0 or step == last_step)
+
+    def save(self, step: int, trainer_state: dict[str, Any]) -> Path:
+        """Write the state after `step` steps; older checkpoints beyond `keep_last` are removed afterwards."""
+        final = self.root / f"step_{step:06d}"
+        partial = final.with_name(final.name + PARTIAL)
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "learner").mkdir(parents=True)
+            (partial / "random").mkdir()
+        dist.barrier()
+        with megatron_device(self.learner.device):
+            state = self._sharded_state(is_loading=False)
+            dist_checkpointing.save(state, str(partial / "learner"))
+            save_file(random_state.capture(), _random_file(partial, dist.get_rank()))
+        if dist.get_rank() == 0:
+            record = {
+                "step": step,
+                "world_size": dist.get_world_size(),
+                "schedule_position": self.learner.optimizer.schedule_position,
+                "trainer": trainer_state,
+            }
+            (partial / TRAINER).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        dist.barrier()
+        write_manifest(partial)
+        if dist.get_rank() == 0:
+            _publish(partial, final)
+            self._remove_old()
+        dist.barrier()
+        logger.info("checkpoint of step %d saved to %s", step, final)
+        return final
+
+    def load_newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Restore the newest intact checkpoint; (its step, the trainer's state), or None where there is none.
+
+        A damaged one is named in a warning and the one before it is taken. Raises RuntimeError when there
+        are checkpoints and
+        none of them is intact, since starting anew would overwrite what can perhaps be saved.
+        """
+        found = self._existing()
+        for folder in sorted(self.root.glob(f"*{PARTIAL}")):
+            logger.warning("checkpoint %s was not finished; it is ignored", folder)
+        for folder in reversed(found):
+            reason = damage(folder)
+            if not reason:
+                return self._load(folder)
+            logger.warning("checkpoint %s is damaged (%s); trying the one before it", folder, reason)
+        if found:
+            raise RuntimeError(
+                f"none of the {len(found)} checkpoints in {self.root} is intact; move the folder away to "
+                "start anew"
+            )
+        return None
+
+    def _load(self, folder: Path) -> tuple[int, dict[str, Any]]:
+        record = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
+        with megatron_device(self.learner.device):
+            state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder / "learner"))
+            self.learner.model.load_state_dict(state["model"])
+            self.learner.optimizer.inner.load_state_dict(state["optimizer"])
+            own = _random_file(folder, dist.get_rank())
+            if record["world_size"] == dist.get_world_size():
+                random_state.restore(load_file(own))
+            else:
+                logger.warning(
+                    "checkpoint %s was written by %d processes, this run has %d: random states start anew",
+                    folder,
+                    record["world_size"],
+                    dist.get_world_size(),
+                )
+        self.learner.optimizer.schedule_position = record["schedule_position"]
+        logger.info("resumed from %s", folder)
+        return record["step"], record["trainer"]
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        metadata = {
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        state: dict[str, Any] = {"model": self.learner.model.sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = self.learner.optimizer.inner.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+    def _existing(self) -> list[Path]:
+        """Complete checkpoints, oldest first, as rank 0 sees them."""
+        listing: list[Any] = [None]
+        if dist.get_rank() == 0 and self.root.is_dir():
+            listing[0] = sorted(p.name for p in self.root.iterdir() if re.fullmatch(r"step_\d{6,}", p.name))
+        dist.broadcast_object_list(listing, src=0)
+        return [self.root / name for name in listing[0] or []]
+
+    def _remove_old(self) -> None:
+        names = sorted(p for p in self.root.iterdir() if re.fullmatch(r"step_\d{6,}", p.name))
+        for folder in names[: -self.settings.keep_last]:
+            shutil.rmtree(folder)
+        for folder in self.root.glob(f"*{PARTIAL}"):
+            shutil.rmtree(folder)
+
+
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / "random" / f"rank_{rank:05d}.safetensors"
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Make `partial` the checkpoint `final` by one rename, durable across a power loss."""
+    if final.exists():  # a run that went back to an older checkpoint reaches this step again
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    handle = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,68 @@
+"""A checkpoint folder's manifest: the size and digest of every file, made by all ranks together.
+
+In: a folder that every rank can read. Out: manifest.json, or the reason why the folder does not match its
+manifest.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+MANIFEST = "manifest.json"
+READ_BYTES = 16 * 2**20
+
+
+def write_manifest(folder: Path) -> None:
+    """Digest all files of `folder`, each by one rank, and let rank 0 write the manifest. Collective."""
+    entries = _share_out(
+        _files(folder), lambda name: [(folder / name).stat().st_size, _digest(folder / name)]
+    )
+    if dist.get_rank() == 0:
+        (folder / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
+    dist.barrier()
+
+
+def damage(folder: Path) -> str:
+    """Why the checkpoint in `folder` cannot be trusted, or "" when every file matches. Collective, same
+    answer everywhere."""
+    try:
+        listed: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return f"{MANIFEST} is not readable"
+    found = _share_out(sorted(listed), lambda name: _compare(folder / name, *listed[name]))
+    return next((reason for reason in found.values() if reason), "")
+
+
+def _compare(path: Path, size: int, digest: str) -> str:
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != size:
+        return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
+    return "" if _digest(path) == digest else f"{path.name} has other contents than were written"
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+
+
+def _share_out(names: list[str], work: Callable[[str], Any]) -> dict[str, Any]:
+    """`work(name)` for every name, spread over the ranks, the results on all of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, {name: work(name) for name in names[rank::world]})
+    merged = {name: value for part in gathered for name, value in part.items()}
+    return {name: merged[name] for name in names}
+
+
+def _digest(path: Path) -> str:
+    value = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            value.update(block)
+    return value.hexdigest()

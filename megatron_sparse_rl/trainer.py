@@ -1,0 +1,235 @@
+"""The training loop: roll out, score, learn, reshard the weights into the engine.
+
+In: a checked configuration and this process's context; every rank runs the same loop. Out: checkpoints,
+metrics and a summary
+below `output_dir`.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from megatron_sparse_rl.algorithms.filters import has_signal
+from megatron_sparse_rl.algorithms.prepare import prepare
+from megatron_sparse_rl.colocation import Colocation
+from megatron_sparse_rl.config import Config, to_yaml
+from megatron_sparse_rl.data.sources import build_sources
+from megatron_sparse_rl.launch import ProcessContext
+from megatron_sparse_rl.learner.checkpoints import Checkpoints
+from megatron_sparse_rl.learner.learner import Learner, UpdateResult
+from megatron_sparse_rl.observability.ledger import TimeLedger, memory_metrics
+from megatron_sparse_rl.observability.metrics import (
+    PASS_AT_1,
+    evaluation_metrics,
+    policy_metrics,
+    rollout_metrics,
+    throughput_metrics,
+)
+from megatron_sparse_rl.observability.observer import Observer, sample_texts
+from megatron_sparse_rl.observability.progress import RolloutProgress
+from megatron_sparse_rl.observability.report import draw_reward_curve
+from megatron_sparse_rl.observability.run_record import write_summary
+from megatron_sparse_rl.rewards.pool import RewardPool
+from megatron_sparse_rl.rollout.collector import Collector, Rollout
+from megatron_sparse_rl.rollout.engine import Engine
+from megatron_sparse_rl.weights.architecture import read_architecture
+from megatron_sparse_rl.weights.default_model import resolve_model
+from megatron_sparse_rl.weights.layouts import check_layouts
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: Config, context: ProcessContext) -> None:
+    """Train from the start, or from the newest intact checkpoint, to the last step."""
+    with Trainer(config, context) as trainer:
+        trainer.run()
+
+
+def evaluate(config: Config, context: ProcessContext) -> None:
+    """Evaluate the newest checkpoint of `output_dir`, or the model itself where there is none."""
+    with Trainer(config, context) as trainer:
+        trainer.evaluate_policy()
+
+
+class Trainer:
+    """One rank's parts of a run, and the loop over them."""
+
+    def __init__(self, config: Config, context: ProcessContext) -> None:
+        self.config = config
+        self.context = context
+        self.started = time.time()
+        self.ledger = TimeLedger()
+        self.output = Path(config.output_dir)
+        self.step = 0
+        self.record: dict[str, Any] = {"seconds": 0.0, "pass_at_1_before": None, "entropy_last": None}
+        folder = resolve_model(config.model)
+        arch = read_architecture(folder)
+        check_layouts(arch, config.parallel, config.rollout.tensor)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.prompts, self.held_out = build_sources(
+            config.data, self.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens, seed=config.seed
+        )
+        self.rewards = RewardPool(config.reward)
+        self.learner = Learner(config, arch, folder, context.device)
+        self.checkpoints = Checkpoints(config.checkpoint, self.output, self.learner)
+        self._resume()
+        self.engine = Engine(config, str(folder), device=context.device.type)
+        self.colocation = Colocation(self.learner, self.engine, verify=config.rollout.verify_weights)
+        self.progress = RolloutProgress(enabled=config.observability.progress and context.rank == 0)
+        self.collector = Collector(
+            config,
+            self.engine,
+            self.prompts,
+            lambda groups: self.rewards.score(groups, self.decode),
+            has_signal=has_signal if config.algorithm.dynamic_sampling else None,
+            progress=self.progress,
+        )
+        self.observer = Observer(
+            config.observability, self.output, rank=context.rank, total_steps=config.steps
+        )
+        self._write_config()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.observer.close()
+        self.rewards.close()
+
+    def run(self) -> None:
+        """The loop. Before it the weights go to the engine, so that a resumed run never samples from stale
+        ones."""
+        self.colocation.publish(self.step)
+        self._evaluate_before()
+        for step in self.remaining_steps():
+            with self.ledger.phase("rollout"):
+                rollout = self.collector.collect(step)
+            if not rollout.groups and rollout.exhausted:
+                logger.warning("the training problems are exhausted: the run ends after step %d", self.step)
+                break
+            batch = prepare(rollout.groups, self.config.algorithm, self.config.rollout.max_response_tokens)
+            with self.ledger.phase("learn"), self.colocation.learning():
+                result = self.learner.update(batch)
+            with self.ledger.phase("sync"):
+                self.colocation.publish(step)
+            self.step = step
+            self._evaluate_if_due()
+            self._observe(rollout, result)
+            self._save_if_due()
+        self._finish()
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps are counted from 1; step k trains on what policy version k - 1 sampled."""
+        yield from range(self.step + 1, self.config.steps + 1)
+
+    def decode(self, token_ids: Any) -> str:
+        """The answer as the verifiers and people read it."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    # ---- evaluation ----
+
+    def evaluate_policy(self) -> dict[str, float]:
+        """Publish the learner's weights and evaluate them on the held-out problems; the metrics are
+        printed."""
+        self.colocation.publish(self.step)
+        return self._evaluate()
+
+    def _evaluate(self) -> dict[str, float]:
+        settings = self.config.evaluation
+        problems = self.held_out[: settings.problems]
+        if not problems:
+            return {}
+        with self.ledger.phase("evaluation"):
+            self.progress.begin("evaluating", len(problems) * settings.samples // self.engine.count)
+            groups = self.collector.evaluate(problems, settings.samples, settings.temperature)
+            self.progress.end()
+        metrics = evaluation_metrics(groups)
+        self.observer.evaluation(self.step, metrics)
+        self.record["pass_at_1_last"] = metrics[PASS_AT_1]
+        return metrics
+
+    def _evaluate_before(self) -> None:
+        if self.step == 0 and (metrics := self._evaluate()):
+            self.record["pass_at_1_before"] = metrics[PASS_AT_1]
+
+    def _evaluate_if_due(self) -> None:
+        every = self.config.evaluation.every
+        if self.step == self.config.steps or (every and self.step % every == 0):
+            self._evaluate()
+
+    # ---- observing and saving ----
+
+    def _observe(self, rollout: Rollout, result: UpdateResult) -> None:
+        times = self.ledger.step_metrics()
+        metrics = {
+            **rollout_metrics(rollout.groups),
+            **{f"rollout/{name}": value for name, value in rollout.counters.items()},
+            **policy_metrics(result.stats),
+            **throughput_metrics(times, rollout.counters["tokens_generated"], result.tokens),
+            "optimizer/lr": result.lr,
+            "optimizer/grad_norm": result.grad_norm,
+            "optimizer/skipped_steps": float(result.skipped),
+            **{f"reward/{name}": float(value) for name, value in self.rewards.counters.items()},
+            **times,
+            **memory_metrics(),
+        }
+        self.record["entropy_last"] = metrics.get("policy/entropy")
+        texts = sample_texts(
+            self.step, rollout.groups, self.decode, self.config.observability.samples_per_step
+        )
+        self.observer.step(self.step, metrics, texts)
+
+    def _save_if_due(self) -> None:
+        if self.checkpoints.due(self.step, self.config.steps):
+            with self.ledger.phase("checkpoint"):
+                self.checkpoints.save(self.step, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        record = {**self.record, "seconds": self._seconds()}
+        return {"data": self.prompts.state_dict(), "record": record}
+
+    def _resume(self) -> None:
+        if self.config.checkpoint.resume == "never":
+            return
+        if (loaded := self.checkpoints.load_newest()) is not None:
+            self.step, state = loaded
+            self.prompts.load_state_dict(state["data"])
+            self.record = state["record"]
+
+    def _seconds(self) -> float:
+        """Wall time of the run, over all its starts."""
+        return self.record["seconds"] + time.time() - self.started
+
+    def _write_config(self) -> None:
+        if self.context.rank == 0:
+            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+
+    def _finish(self) -> None:
+        """Leave the summary and the picture of the run behind."""
+        self.observer.close()
+        if self.context.rank == 0:
+            self._write_summary()
+        dist.barrier()
+
+    def _write_summary(self) -> None:
+        summary = {
+            "steps": self.step,
+            "pass_at_1_before": self.record["pass_at_1_before"],
+            "pass_at_1_after": self.record.get("pass_at_1_last"),
+            "entropy_last": self.record["entropy_last"],
+            "seconds": self._seconds(),
+        }
+        path = write_summary(self.output, summary)
+        metrics, picture = self.output / "metrics.jsonl", self.output / "reward_curve.png"
+        if metrics.is_file():
+            draw_reward_curve(metrics, picture)
+        before, after = summary["pass_at_1_before"], summary["pass_at_1_after"]
+        if before is not None and after is not None:
+            print(f"held-out pass@1: {before:.3f} before, {after:.3f} after {self.step} steps")
+        print(f"summary: {path}\ncurve:   {picture}")
