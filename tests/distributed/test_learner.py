@@ -17,6 +17,7 @@ from tests.processes import run_ranks
 
 SCRIPT = Path(__file__).with_name("learner_ranks.py")
 BASE = ["learner.precision=fp32", "rollout.max_response_tokens=16", "rollout.temperature=0.8"]
+FLOAT32_RELATIVE = 1.3e-6  # what torch.testing allows float32 results beside the absolute tolerance
 MODELS = [
     ("llama", True),
     ("llama", False),
@@ -62,14 +63,14 @@ def run(cases: list[dict], world: int, folder: Path, timeout: float) -> dict[str
 
 def check(found: dict, wanted: dict, tolerance: float = 1e-5) -> None:
     for ours, theirs in zip(found["logprobs"], wanted["logprobs"], strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=tolerance)
+        torch.testing.assert_close(ours.double(), theirs, rtol=FLOAT32_RELATIVE, atol=tolerance)
     assert found["count"] == wanted["count"]
     stats = reduce_stats([{name: torch.tensor(v, dtype=torch.float64) for name, v in found["stats"].items()}])
     for name, value in wanted["stats"].items():
         assert stats[name] == pytest.approx(value, abs=tolerance, rel=1e-4), name
     for name, gradient in wanted["gradients"].items():
         torch.testing.assert_close(
-            found["gradients"][name].double(), gradient, rtol=0, atol=tolerance, msg=name
+            found["gradients"][name].double(), gradient, rtol=FLOAT32_RELATIVE, atol=tolerance, msg=name
         )
 
 
