@@ -2,12 +2,10 @@
 other.
 
 In: a built learner and engine. Out: `learning()`, the context in which the learner may use the device, and
-`publish(version)`, which
-brings the learner's weights into the engine. On CUDA the order is: engine asleep, learner's optimizer on
-the device, learn;
-wake the engine's weights, reshard into them, move the optimizer away, wake the KV cache; so weights, KV
-cache and optimizer are
-never on the device all at once. Without CUDA the same calls are made and no memory moves.
+`publish(version)`, which brings the learner's weights into the engine. On CUDA the order is: engine asleep,
+learner's optimizer on the device, learn; wake the engine's weights, reshard into them, move the optimizer
+away, wake the KV cache; so weights, KV cache and optimizer are never on the device all at once. Without
+CUDA the same calls are made and no memory moves.
 """
 
 import contextlib

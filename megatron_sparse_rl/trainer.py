@@ -1,8 +1,7 @@
 """The training loop: roll out, score, learn, reshard the weights into the engine.
 
 In: a checked configuration and this process's context; every rank runs the same loop. Out: checkpoints,
-metrics and a summary
-below `output_dir`.
+metrics and a summary below `output_dir`.
 """
 
 import logging

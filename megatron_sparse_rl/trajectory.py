@@ -1,10 +1,9 @@
 """The one data type that travels through the house.
 
 A `Prompt` comes from a data source, a `Trajectory` is one sampled answer to it, a `Group` is the G
-trajectories of one
-prompt, and a `TrajectoryBatch` is what the learner gets: trajectories with their advantages. Arrays are
-numpy on the host;
-all per-token columns of a trajectory have the response's length, and the constructor checks it.
+trajectories of one prompt, and a `TrajectoryBatch` is what the learner gets: trajectories with their
+advantages. Arrays are numpy on the host; all per-token columns of a trajectory have the response's length,
+and the constructor checks it.
 """
 
 from collections.abc import Iterator
@@ -22,9 +21,8 @@ class Prompt:
     """One problem, tokenised and ready to be sampled.
 
     `index` is its position in the run's endless data order (unique within a run), `token_ids` int64 [P],
-    `text` the
-    rendered prompt, `answer` the reference answer as text, `metadata` the columns of the source row (plain
-    JSON values).
+    `text` the rendered prompt, `answer` the reference answer as text, `metadata` the columns of the source
+    row (plain JSON values).
     """
 
     index: int
@@ -39,8 +37,7 @@ class Trajectory:
     """One sampled answer: prompt ids int64 [P], response ids int64 [T] and per-token columns of length T.
 
     `sampler_logprobs` float32: what the engine itself gave the token when it sampled it, after temperature
-    (mu_t).
-    `policy_versions` int32: the weight version (stage) in which each token was sampled (k(t)).
+    (mu_t). `policy_versions` int32: the weight version (stage) in which each token was sampled (k(t)).
     `old_logprobs`, `stage_logprobs`, `ref_logprobs` float32 or None: p_t, L_t and the reference policy.
     `finish_reason`: "stop" (ended by an end-of-sequence token), "length" (truncated by the token budget),
     "partial" (aborted).
@@ -104,8 +101,7 @@ class TrajectoryBatch:
     """What one learner update consumes: N trajectories and, for each, one advantage per response token.
 
     `advantages[i]` float32 [T_i]; `loss_mask[i]` bool [T_i], False where a token must not enter the loss
-    (for example an
-    over-long answer that is filtered).
+    (for example an over-long answer that is filtered).
     """
 
     trajectories: tuple[Trajectory, ...]

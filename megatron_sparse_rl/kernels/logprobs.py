@@ -1,10 +1,8 @@
 """Log-probability and entropy of given tokens, straight from hidden states, under vocabulary parallelism.
 
 In: hidden states of the rows that predict a response token, the (shard of the) output weight, the target
-tokens. Out:
-log-probs and entropies in float32, differentiable. Logits exist for one chunk of rows at a time, in
-float32, and are never
-stored between forward and backward unless everything fits into one chunk.
+tokens. Out: log-probs and entropies in float32, differentiable. Logits exist for one chunk of rows at a
+time, in float32, and are never stored between forward and backward unless everything fits into one chunk.
 
 With z = hidden @ weight^T / T (T the temperature), over the real vocabulary only (padding rows never enter):
 
@@ -55,11 +53,9 @@ def linear_logprobs(
     """(logprobs, entropies), both float32 [n] (float64 for float64 input), equal on all ranks of the
     shard's group.
 
-    hidden [n, h] replicated over the group, weight [padded rows, h] this rank's shard, targets int64 [n]
-    in the whole
-    vocabulary. The gradient of `hidden` is this shard's part of it: the caller sums it over the group
-    (Megatron's
-    `copy_to_tensor_model_parallel_region` does).
+    hidden [n, h] replicated over the group, weight [padded rows, h] this rank's shard, targets int64 [n] in
+    the whole vocabulary. The gradient of `hidden` is this shard's part of it: the caller sums it over the
+    group (Megatron's `copy_to_tensor_model_parallel_region` does).
     """
     if hidden.shape[0] == 0:
         zero = (

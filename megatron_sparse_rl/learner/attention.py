@@ -1,10 +1,9 @@
 """Packed attention for Megatron's local layers: scaled-dot-product attention over segments that may share
 a prompt.
 
-In: queries, keys, values of a packed sequence and the `AttentionBlock`s that say what attends to what.
-Out: the attention
-output in packed order. It runs on any device torch has; Transformer Engine's own attention is used with
-its layers instead.
+In: queries, keys, values of a packed sequence and the `AttentionBlock`s that say what attends to what. Out:
+the attention output in packed order. It runs on any device torch has; Transformer Engine's own attention is
+used with its layers instead.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,8 @@ class AttentionBlock:
     full, to `prefix`.
 
     `mask` is bool [longest, prefix + longest], True where a query may look; None for one segment without a
-    prefix, which
-    is plainly causal. `rows` is int64 [segments, longest]: packed row of each padded position; None when
-    all are equally long.
+    prefix, which is plainly causal. `rows` is int64 [segments, longest]: packed row of each padded
+    position; None when all are equally long.
     """
 
     prefix: Span | None
@@ -87,8 +85,7 @@ class AttentionBlock:
 @dataclass
 class PackedBlocks(PackedSeqParams):
     """Carries the blocks through Megatron's layers to `PackedAttention`. The format is not 'thd', so that
-    Megatron leaves
-    queries and keys as [T, 1, heads, dim] and applies the rotary embedding row by row."""
+    Megatron leaves queries and keys as [T, 1, heads, dim] and applies the rotary embedding row by row."""
 
     qkv_format: str = "sbhd"
     blocks: tuple[AttentionBlock, ...] = ()

@@ -2,12 +2,9 @@
 over all of it.
 
 In: the learner and the trainer's own state as plain values. Out: `<output_dir>/checkpoints/step_000020/`,
-written beside as
-`.partial`, checked in by a manifest and one rename, so that a folder without the suffix is complete.
-Loading takes the
-newest one whose files match their manifest. Megatron's format can be loaded under another tensor/pipeline
-layout; on the
-same layout resuming is exact to the bit.
+written beside as `.partial`, checked in by a manifest and one rename, so that a folder without the suffix
+is complete. Loading takes the newest one whose files match their manifest. Megatron's format can be loaded
+under another tensor/pipeline layout; on the same layout resuming is exact to the bit.
 """
 
 import json
@@ -81,8 +78,8 @@ class Checkpoints:
         """Restore the newest intact checkpoint; (its step, the trainer's state), or None where there is none.
 
         A damaged one is named in a warning and the one before it is taken. Raises RuntimeError when there
-        are checkpoints and
-        none of them is intact, since starting anew would overwrite what can perhaps be saved.
+        are checkpoints and none of them is intact, since starting anew would overwrite what can perhaps be
+        saved.
         """
         found = self._existing()
         for folder in sorted(self.root.glob(f"*{PARTIAL}")):

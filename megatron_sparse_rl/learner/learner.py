@@ -1,11 +1,9 @@
 """The learner: one Megatron-core model shard and its optimizer.
 
 In: `TrajectoryBatch`es, the same on every rank. Out: updated weights, statistics of the whole batch, and
-log-probs of given
-tokens. Every rank calls the same methods in the same order. What is summed over micro-batches, pipeline
-stages and
-data-parallel ranks is divided once by counts of the whole batch, so results do not depend on how the batch
-was cut.
+log-probs of given tokens. Every rank calls the same methods in the same order. What is summed over
+micro-batches, pipeline stages and data-parallel ranks is divided once by counts of the whole batch, so
+results do not depend on how the batch was cut.
 """
 
 import logging
@@ -48,8 +46,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class UpdateResult:
     """What one rollout's optimizer steps did: statistics over the whole batch, one `StepResult` per
-    optimizer step made,
-    and how many were skipped because no token entered the loss or the gradient was not finite."""
+    optimizer step made, and how many were skipped because no token entered the loss or the gradient was not
+    finite."""
 
     stats: dict[str, float]
     steps: tuple[StepResult, ...]

@@ -2,10 +2,8 @@
 0.16.1.
 
 megatron-core assumes a CUDA device in a few places. `megatron_device(device)` is the context that every
-learner call runs
-in: with a CUDA device it does nothing; without one it redirects exactly those places to the CPU and
-restores them at exit,
-since the rollout engine lives in the same process.
+learner call runs in: with a CUDA device it does nothing; without one it redirects exactly those places to
+the CPU and restores them at exit, since the rollout engine lives in the same process.
 
 Upstream places (megatron/core/...):
   - tensor_parallel/random.py: `_get_cuda_rng_state`, `_set_cuda_rng_state`, and

@@ -2,10 +2,8 @@
 log-probs.
 
 In: `Architecture`, settings, this rank's coordinates. Out: a `PolicyModel` (one pipeline stage) whose
-parameters have the
-names and shapes of `weights.layouts`. With Transformer Engine on CUDA it uses its layers; elsewhere
-Megatron's local layers with
-packed attention.
+parameters have the names and shapes of `weights.layouts`. With Transformer Engine on CUDA it uses its
+layers; elsewhere Megatron's local layers with packed attention.
 """
 
 import importlib.util

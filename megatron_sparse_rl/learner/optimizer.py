@@ -1,9 +1,8 @@
 """Megatron's optimizer and learning-rate schedule for the policy model.
 
 In: the model wrapped for data parallelism and `OptimizerSettings`. Out: a `PolicyOptimizer`: one guarded
-step. Megatron takes
-Transformer Engine's or Apex's fused Adam where one is installed; torch's AdamW otherwise, fused where
-torch has it.
+step. Megatron takes Transformer Engine's or Apex's fused Adam where one is installed; torch's AdamW
+otherwise, fused where torch has it.
 """
 
 import logging

@@ -1,12 +1,9 @@
 """From a batch of trajectories to packed micro-batches: which rank, which micro-batch, which token where.
 
 In: a `TrajectoryBatch`. Out: `MicroBatch`es of plain CPU tensors. Sequences are concatenated without
-padding. With shared
-prompts, a prompt is packed once for all answers of its group: answers attend to the prompt and to
-themselves, which gives
-the same log-probs and gradients as packing every answer with its own copy. The last token of an answer
-predicts nothing
-and is not packed.
+padding. With shared prompts, a prompt is packed once for all answers of its group: answers attend to the
+prompt and to themselves, which gives the same log-probs and gradients as packing every answer with its own
+copy. The last token of an answer predicts nothing and is not packed.
 """
 
 from collections import defaultdict
@@ -34,10 +31,8 @@ class MicroBatch:
     """One packed micro-batch of T input tokens and n response tokens.
 
     tokens, positions: int64 [T]. blocks: what attends to what. predict_rows: int64 [n], the packed row
-    whose hidden state
-    predicts each response token; targets: int64 [n], that token. columns: the loss inputs, each [n].
-    indices: the
-    trajectories (of the batch) in the order of the response tokens.
+    whose hidden state predicts each response token; targets: int64 [n], that token. columns: the loss
+    inputs, each [n]. indices: the trajectories (of the batch) in the order of the response tokens.
     """
 
     tokens: torch.Tensor
@@ -88,8 +83,7 @@ def assign(pieces: list[Piece], ranks: int, budget: int) -> list[list[list[Piece
     """Micro-batches of every data-parallel rank: `[rank][micro_batch][piece]`.
 
     Largest first to the least loaded rank, then first fit into micro-batches of at most `budget` tokens.
-    Deterministic. A
-    rank may get no piece at all; the caller gives it an empty micro-batch.
+    Deterministic. A rank may get no piece at all; the caller gives it an empty micro-batch.
     """
     loads = [0] * ranks
     assigned: list[list[Piece]] = [[] for _ in range(ranks)]

@@ -1,8 +1,7 @@
 """The learner's place in the parallel layout: Megatron's process groups and this process's coordinates.
 
-In: an initialised torch.distributed world and `ParallelSettings`. Out: `Coordinates` of this rank, and,
-for any rank, the
-coordinates that Megatron gives it (tensor fastest, then data, then pipeline).
+In: an initialised torch.distributed world and `ParallelSettings`. Out: `Coordinates` of this rank, and, for
+any rank, the coordinates that Megatron gives it (tensor fastest, then data, then pipeline).
 """
 
 from dataclasses import dataclass

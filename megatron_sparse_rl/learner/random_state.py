@@ -1,8 +1,7 @@
 """The random states of one rank, as tensors that a safetensors file can hold.
 
 Python's, numpy's, torch's (CPU and CUDA) and Megatron's tracked states. In: nothing, or such tensors. Out:
-such tensors, or
-the states restored.
+such tensors, or the states restored.
 """
 
 import random

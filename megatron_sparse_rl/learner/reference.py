@@ -1,8 +1,7 @@
 """The reference policy: the learner's weights as they were at step 0, kept off the device.
 
-In: the live model. Out: a context in which the model computes with the reference weights. Costs one copy
-of this rank's
-weights in host memory, and two copies over the bus each time it is used.
+In: the live model. Out: a context in which the model computes with the reference weights. Costs one copy of
+this rank's weights in host memory, and two copies over the bus each time it is used.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """A progress bar while answers are sampled.
 
-In: how many answers are expected, and the engine's reports of tokens and finished answers. Out: a line
-that is redrawn on a
-terminal and gone afterwards; nothing in a log file, where the step lines suffice.
+In: how many answers are expected, and the engine's reports of tokens and finished answers. Out: a line that
+is redrawn on a terminal and gone afterwards; nothing in a log file, where the step lines suffice.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """What a Hugging Face checkpoint's config.json says about its model, as plain data.
 
 In: a checkpoint folder. Out: `Architecture`, which the learner builds its Megatron model from and the
-weight maps are
-derived from. Llama, Qwen2/2.5 and Qwen3 dense models are known; anything else is refused with the reason.
+weight maps are derived from. Llama, Qwen2/2.5 and Qwen3 dense models are known; anything else is refused
+with the reason.
 """
 
 import json

@@ -63,10 +63,10 @@ def megatron_layout(
 ) -> dict[str, LocalTensor]:
     """The parameters of one rank of a Megatron `GPTModel`, under the names of `named_parameters()`.
 
-    `transformer_engine`: the layer spec that fuses the norms into the projections after them. The layers are
-    split evenly over the stages and numbered from 0 in each. A tied model has one embedding on one stage;
-    with more stages the last one holds a copy as its output layer.
-    Raises SettingError where `check_learner_layout` does.
+    `transformer_engine`: the layer spec that fuses the norms into the projections after them. The layers
+    are split evenly over the stages and numbered from 0 in each. A tied model has one embedding on one
+    stage; with more stages the last one holds a copy as its output layer. Raises SettingError where
+    `check_learner_layout` does.
     """
     check_learner_layout(arch, tensor_size, pipeline_size)
     first, last = pipeline_rank == 0, pipeline_rank == pipeline_size - 1

@@ -1,8 +1,7 @@
 """Ranks of tests/distributed/test_learner.py: log-probs and gradients of the learner under several layouts.
 
 Arguments: a JSON file with the cases, an output folder. Rank 0 writes one .pt file a case with the
-log-probs, the gradients
-under Hugging Face names, and the statistics.
+log-probs, the gradients under Hugging Face names, and the statistics.
 """
 
 import json
