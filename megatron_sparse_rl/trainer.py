@@ -105,9 +105,9 @@ class Trainer:
         ones."""
         self.colocation.publish(self.step)
         self._evaluate_before()
+        self.ledger.begin_step()
         for step in self.remaining_steps():
-            with self.ledger.phase("rollout"):
-                rollout = self.collector.collect(step)
+            rollout = self._roll_out(step)
             if not rollout.groups and rollout.exhausted:
                 logger.warning("the training problems are exhausted: the run ends after step %d", self.step)
                 break
@@ -117,14 +117,20 @@ class Trainer:
             with self.ledger.phase("sync"):
                 self.colocation.publish(step)
             self.step = step
-            self._evaluate_if_due()
             self._observe(rollout, result)
+            self._evaluate_if_due()
             self._save_if_due()
         self._finish()
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps are counted from 1; step k trains on what policy version k - 1 sampled."""
         yield from range(self.step + 1, self.config.steps + 1)
+
+    def _roll_out(self, step: int) -> Rollout:
+        settings = self.config.rollout
+        answers = settings.groups_per_step * settings.samples_per_group // self.engine.count
+        with self.ledger.phase("rollout"), self.progress.showing(f"step {step}: sampling", answers):
+            return self.collector.collect(step)
 
     def decode(self, token_ids: Any) -> str:
         """The answer as the verifiers and people read it."""
@@ -143,10 +149,9 @@ class Trainer:
         problems = self.held_out[: settings.problems]
         if not problems:
             return {}
-        with self.ledger.phase("evaluation"):
-            self.progress.begin("evaluating", len(problems) * settings.samples // self.engine.count)
+        answers = len(problems) * settings.samples // self.engine.count
+        with self.ledger.phase("evaluation"), self.progress.showing("evaluating", answers):
             groups = self.collector.evaluate(problems, settings.samples, settings.temperature)
-            self.progress.end()
         metrics = evaluation_metrics(groups)
         self.observer.evaluation(self.step, metrics)
         self.record["pass_at_1_last"] = metrics[PASS_AT_1]

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 GIB = 2**30
+BETWEEN_STEPS = ("evaluation", "checkpoint")  # phases that no step waits for: they are not part of `step_s`
 
 
 class TimeLedger:
@@ -41,15 +42,21 @@ class TimeLedger:
             self._open.pop()
 
     def step_metrics(self) -> dict[str, float]:
-        """`time/<phase>_s` of every phase, `time/step_s` since the last call, both in seconds; starts the
-        next step.
+        """`time/<phase>_s` of every phase since the last call, and `time/step_s`, the wall time since then
+        without evaluations and checkpoints, all in seconds; starts the next step.
         """
         self._charge()
         taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
-        taken["time/step_s"] = self._mark - self._step_began
+        between = sum(self._seconds.get(name, 0.0) for name in BETWEEN_STEPS)
+        taken["time/step_s"] = self._mark - self._step_began - between
         self._seconds = {}
         self._step_began = self._mark
         return taken
+
+    def begin_step(self) -> None:
+        """Forget the time so far, such as that of starting up; phases already charged stay."""
+        self._charge()
+        self._step_began = self._mark - sum(self._seconds.values())
 
     def _charge(self) -> None:
         """Add the time since the last change of phase to the innermost open phase."""

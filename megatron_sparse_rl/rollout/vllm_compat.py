@@ -41,11 +41,15 @@ CPU_ENVIRONMENT: dict[str, str | None] = {
 }
 
 # Warnings that say what is meant to be so, by logger: the seed is restored, eager mode is asked for, there
-# is no Triton on a CPU, and there are no state-space layers.
+# is no Triton on a CPU and no state-space layers; the thread count is the learner's, and faster allocators
+# and OpenMP libraries are the user's choice.
 HANDLED_WARNINGS = {
     "vllm.engine.arg_utils": ("The global random seed is set",),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled"),
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
+    "vllm.utils.torch_utils": ("leaving Torch threads at",),
+    "vllm.v1.worker.cpu_worker": ("is not found in LD_PRELOAD",),
 }
 
 
@@ -77,7 +81,7 @@ def quiet_start() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(HANDLED_WARNINGS[record.name])
+    return not any(text in record.getMessage() for text in HANDLED_WARNINGS[record.name])
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def test_relied_on_source(path: str, text: str) -> None:
 @pytest.mark.parametrize("name", HANDLED_WARNINGS)
 def test_handled_warnings_exist(name: str) -> None:
     text = source(name.removeprefix("vllm.").replace(".", "/") + ".py")
-    assert all(beginning in text for beginning in HANDLED_WARNINGS[name])
+    assert all(part in text for part in HANDLED_WARNINGS[name])
 
 
 def test_replaced_restores_and_refuses_unknown_names() -> None:

@@ -141,6 +141,24 @@ def test_ledger_adds_up_phases_and_starts_anew_each_step() -> None:
     assert ledger.step_metrics() == {"time/learn_s": 0.5, "time/step_s": 0.5}
 
 
+def test_ledger_keeps_start_up_evaluation_and_checkpoints_out_of_the_step() -> None:
+    clock = FakeClock()
+    ledger = TimeLedger(clock)
+    clock.now += 50.0  # building models
+    with ledger.phase("evaluation"):
+        clock.now += 7.0
+    ledger.begin_step()
+    with ledger.phase("rollout"):
+        clock.now += 3.0
+    clock.now += 0.5
+    assert ledger.step_metrics() == {"time/evaluation_s": 7.0, "time/rollout_s": 3.0, "time/step_s": 3.5}
+    with ledger.phase("checkpoint"):
+        clock.now += 4.0
+    with ledger.phase("rollout"):
+        clock.now += 2.0
+    assert ledger.step_metrics() == {"time/checkpoint_s": 4.0, "time/rollout_s": 2.0, "time/step_s": 2.0}
+
+
 def test_ledger_phase_inside_another_pauses_the_outer_one() -> None:
     clock = FakeClock()
     ledger = TimeLedger(clock)
