@@ -38,9 +38,9 @@ class Trajectory:
 
     `sampler_logprobs` float32: what the engine itself gave the token when it sampled it, after temperature
     (mu_t). `policy_versions` int32: the weight version (stage) in which each token was sampled (k(t)).
-    `old_logprobs`, `stage_logprobs`, `ref_logprobs` float32 or None: p_t, L_t and the reference policy.
-    `finish_reason`: "stop" (ended by an end-of-sequence token), "length" (truncated by the token budget),
-    "partial" (aborted).
+    `old_logprobs`, `stage_logprobs`, `ref_logprobs` float32 or None: p_t, L_t (NaN where a token was
+    sampled under the present weights) and the reference policy. `finish_reason`: "stop" (ended by an
+    end-of-sequence token), "length" (truncated by the token budget), "partial" (aborted).
 
     Raises ValueError when a per-token column has another length than the response.
     """
@@ -101,12 +101,14 @@ class TrajectoryBatch:
     """What one learner update consumes: N trajectories and, for each, one advantage per response token.
 
     `advantages[i]` float32 [T_i]; `loss_mask[i]` bool [T_i], False where a token must not enter the loss
-    (for example an over-long answer that is filtered).
+    (for example an over-long answer that is filtered). `weight_scale`: factor of every correction weight of
+    the batch.
     """
 
     trajectories: tuple[Trajectory, ...]
     advantages: tuple[np.ndarray, ...]
     loss_mask: tuple[np.ndarray, ...]
+    weight_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("advantages", "loss_mask"):
@@ -132,11 +134,18 @@ class TrajectoryBatch:
 
     def select(self, indices: list[int]) -> "TrajectoryBatch":
         """The batch of the given rows, in that order."""
-        return TrajectoryBatch(
-            tuple(self.trajectories[i] for i in indices),
-            tuple(self.advantages[i] for i in indices),
-            tuple(self.loss_mask[i] for i in indices),
+        return replace(
+            self,
+            trajectories=tuple(self.trajectories[i] for i in indices),
+            advantages=tuple(self.advantages[i] for i in indices),
+            loss_mask=tuple(self.loss_mask[i] for i in indices),
         )
 
     def with_trajectories(self, trajectories: tuple[Trajectory, ...]) -> "TrajectoryBatch":
         return replace(self, trajectories=trajectories)
+
+    def with_advantages(self, advantages: tuple[np.ndarray, ...]) -> "TrajectoryBatch":
+        return replace(self, advantages=advantages)
+
+    def with_weight_scale(self, weight_scale: float) -> "TrajectoryBatch":
+        return replace(self, weight_scale=weight_scale)

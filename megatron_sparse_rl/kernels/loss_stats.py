@@ -2,8 +2,8 @@
 
 In: per-token values and the mask of one micro-batch. Out: float64 [2] tensors on the device, [weighted sum,
 weight] or [extreme, 1 if there was a token else 0], which `merge_stats` adds over micro-batches and
-`reduce_stats` turns into numbers. A name starting with `max/` or `min/` is an extreme, every other name is a
-mean.
+`reduce_stats` turns into numbers. A name starting with `max/` or `min/` is an extreme, every other name is
+a mean; the mean `square/x` is of x squared, from which the effective sample size of x follows.
 """
 
 from collections.abc import Sequence
@@ -47,13 +47,19 @@ def merge_stats(parts: Sequence[Stats]) -> Stats:
 def reduce_stats(parts: Sequence[Stats]) -> dict[str, float]:
     """Global means and extremes over `parts`; NaN where there was no token at all, which must not read 0.
 
-    Copies to the host once. `parts` may come from micro-batches, from ranks, or from `merge_stats` of either.
+    With `square/x` there is `x_ess` = mean(x)^2 / mean(x^2), the effective share of the sample, instead.
+    Copies to the host once. `parts` may come from micro-batches, from ranks, or from `merge_stats` of
+    either.
     """
     merged = merge_stats(parts)
     if not merged:
         return {}
     rows = torch.stack(list(merged.values())).tolist()
-    return {name: _value(name, *row) for name, row in zip(merged, rows, strict=True)}
+    values = {name: _value(name, *row) for name, row in zip(merged, rows, strict=True)}
+    for name in [name for name in values if name.startswith("square/")]:
+        base = name.removeprefix("square/")
+        values[f"{base}_ess"] = _effective_share(values[f"{base}_mean"], values.pop(name))
+    return values
 
 
 def _is_extreme(name: str) -> bool:
@@ -72,3 +78,8 @@ def _value(name: str, total: float, weight: float) -> float:
     if weight == 0:
         return float("nan")
     return total if _is_extreme(name) else total / weight
+
+
+def _effective_share(mean: float, square: float) -> float:
+    """Equation (21) of docs/correction-math.md; 0 where every weight is 0."""
+    return mean * mean / square if square != 0 else 0.0

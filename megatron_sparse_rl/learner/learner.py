@@ -24,6 +24,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_sparse_rl.algorithms.batch_correction import check_stages, correct_batch
 from megatron_sparse_rl.algorithms.prepare import split_into_steps
 from megatron_sparse_rl.config import Config
 from megatron_sparse_rl.kernels.loss_stats import Stats, merge_stats, reduce_stats
@@ -108,8 +109,8 @@ class Learner:
     # ---- device memory ----
 
     def offload_optimizer(self) -> None:
-        """Move optimizer state to the host and drop the gradient buffers, so that the engine has room.
-        CUDA only."""
+        """Move optimizer state to the host and drop the gradient buffers, so that the engine has room. CUDA
+        only."""
         if self.device.type != "cuda" or not self.config.learner.offload_optimizer or self.offloaded:
             return
         self.wrapped.offload_grad_buffers()
@@ -128,14 +129,15 @@ class Learner:
     def update(self, batch: TrajectoryBatch) -> UpdateResult:
         """All optimizer steps of one rollout. An empty batch, or one without a usable gradient, changes
         nothing."""
+        check_stages(batch, self.config.algorithm.correction)
         batch = self.with_logprobs(batch)
         parts: list[Stats] = []
         steps: list[StepResult] = []
         skipped = 0
         for part in split_into_steps(batch, self.config.learner.steps_per_rollout):
-            stats, count = self._forward_backward(part)
+            stats, count = self._forward_backward(correct_batch(part, self.config.algorithm.correction))
             parts.append(stats)
-            if count == 0:
+            if count == 0 or stats["correction/accepted_fraction"][0] == 0:
                 logger.warning("no token enters the loss of this optimizer step: skipped, weights unchanged")
                 result = StepResult(False, 0.0, self.optimizer.lr)
             else:
@@ -147,10 +149,10 @@ class Learner:
         return UpdateResult(reduce_stats(parts), tuple(steps), skipped, batch.response_tokens)
 
     def with_logprobs(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Add the columns the loss needs: `old_logprobs` when more than one optimizer step follows,
-        `ref_logprobs` for the KL."""
+        """Add the columns the loss needs: `old_logprobs` when more than one optimizer step follows or the
+        correction looks at the whole batch first, `ref_logprobs` for the KL."""
         columns: dict[str, list[np.ndarray]] = {}
-        if self.config.learner.steps_per_rollout > 1:
+        if self.config.learner.steps_per_rollout > 1 or self.config.algorithm.correction.needs_batch:
             columns["old_logprobs"] = self.logprobs(batch)
         if self.reference is not None:
             with self.reference.active():

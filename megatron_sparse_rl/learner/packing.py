@@ -154,9 +154,22 @@ def loss_columns(batch: TrajectoryBatch, indices: tuple[int, ...]) -> LossColumn
         sequence_index=torch.repeat_interleave(torch.arange(len(chosen)), lengths),
         sampler_logprobs=torch.zeros(0) if sampler is None else sampler,
         old_logprobs=column("old_logprobs"),
+        stage_logprobs=_stage_logprobs(chosen),
         ref_logprobs=column("ref_logprobs"),
         sequences=len(chosen),
+        weight_scale=batch.weight_scale,
     )
+
+
+def _stage_logprobs(trajectories: list[Trajectory]) -> torch.Tensor | None:
+    """NaN for the tokens of trajectories that lie within one stage; None where all do."""
+    if all(t.stage_logprobs is None for t in trajectories):
+        return None
+    rows = [
+        np.full(t.length, np.nan, np.float32) if t.stage_logprobs is None else t.stage_logprobs
+        for t in trajectories
+    ]
+    return torch.from_numpy(np.concatenate(rows).astype(np.float32))
 
 
 def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -3,6 +3,7 @@
 In: scored `Group`s. Out: flat dicts from metric name to float, ready for TensorBoard and the metrics file.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,11 +64,17 @@ def evaluation_metrics(groups: Sequence[Group], *, correct_at: float = 1.0) -> d
 
 
 def policy_metrics(stats: dict[str, float]) -> dict[str, float]:
-    """The loss statistics under `policy/`; `max/ratio` becomes `policy/ratio_max`."""
+    """The loss statistics under `policy/`; `max/ratio` becomes `policy/ratio_max`.
+
+    Names with a group of their own keep it: `min/correction/ratio` becomes `correction/ratio_min`. An
+    interval of positions without a token (`mismatch/position_...`, NaN) is left out.
+    """
     named = {}
     for name, value in stats.items():
         kind, _, rest = name.partition("/")
-        named[f"policy/{rest}_{kind}" if rest else f"policy/{name}"] = value
+        base, suffix = (rest, f"_{kind}") if kind in ("min", "max") else (name, "")
+        if not (base.startswith("mismatch/") and math.isnan(value)):
+            named[(base if "/" in base else f"policy/{base}") + suffix] = value
     return named
 
 

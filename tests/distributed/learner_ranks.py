@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_sparse_rl.algorithms.batch_correction import correct_batch
 from megatron_sparse_rl.config import Config, load_config
 from megatron_sparse_rl.learner.learner import Learner
 from megatron_sparse_rl.weights.architecture import read_architecture
@@ -39,7 +40,7 @@ def run_case(case: dict, output: Path) -> None:
     learner = Learner(config, read_architecture(case["folder"]), case["folder"], CPU)
     batch = random_batch(masked=case.get("masked", True))
     logprobs = learner.logprobs(batch)
-    batch = learner.with_logprobs(batch)
+    batch = correct_batch(learner.with_logprobs(batch), config.algorithm.correction)
     stats, count = learner._forward_backward(batch)
     found = gradients(learner, rank, world)
     updates = [learner.update(random_batch(seed=seed)) for seed in range(case.get("updates", 0))]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_sparse_rl.algorithms.batch_correction import correct_batch
 from megatron_sparse_rl.config import load_config
 from megatron_sparse_rl.kernels.loss_stats import reduce_stats
 from megatron_sparse_rl.kernels.policy_loss import policy_loss
@@ -34,7 +35,6 @@ def expected(folder: str, overrides: list[str]) -> dict:
     config = load_config(None, overrides)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     batch = random_batch()
-    columns = loss_columns(batch, tuple(range(len(batch))))
     logprobs, entropies = [], []
     for trajectory in batch:
         ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.response_ids]])
@@ -42,8 +42,15 @@ def expected(folder: str, overrides: list[str]) -> dict:
         log_p = torch.log_softmax(logits, -1)
         logprobs.append(log_p.gather(1, torch.from_numpy(trajectory.response_ids)[:, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
+    old = [column.detach().float().numpy() for column in logprobs]
+    batch = batch.with_trajectories(
+        tuple(t.with_columns(old_logprobs=column) for t, column in zip(batch, old, strict=True))
+    )
+    columns = loss_columns(correct_batch(batch, config.algorithm.correction), tuple(range(len(batch))))
+    changes = {"old_logprobs": None}
     if config.algorithm.kl_coefficient > 0:
-        columns = type(columns)(**{**vars(columns), "ref_logprobs": torch.cat(logprobs).detach()})
+        changes["ref_logprobs"] = torch.cat(logprobs).detach()
+    columns = type(columns)(**{**vars(columns), **changes})
     result = policy_loss(torch.cat(logprobs), torch.cat(entropies), columns, config.algorithm, 16)
     (result.loss / result.count).backward()
     return {
@@ -122,6 +129,55 @@ def test_two_processes_equal_transformers_under_every_layout(checkpoint, tmp_pat
         wanted = expected(checkpoint(family, tied=tied), BASE)
         for layout in LAYOUTS:
             check(found[f"{layout}-{family}"], wanted)
+
+
+def correction(*items: str) -> list[str]:
+    return [f"algorithm.correction.{item}" for item in items]
+
+
+# Bounds that cut some of the ratios of `random_batch` under this checkpoint, which are small: 0.0001 to 2.
+CORRECTIONS = {
+    "veto": [*correction("preset=sparse_rl", "veto_threshold=0.003"), "algorithm.aggregation=sequence_mean"],
+    "released": [
+        *correction("preset=sparse_rl_released", "veto_threshold=0.0005", "token_mask_low=0.01"),
+        "algorithm.kl_coefficient=0.3",
+    ],
+    "recentre": [
+        *correction("veto_threshold=0.003", "recentre=true", "denominator=accepted"),
+        "algorithm.aggregation=fixed_length",
+    ],
+    "sequence": [
+        *correction("weight=geometric", "weight_bound=clip", "weight_low=0.03", "weight_high=0.1"),
+        *correction("normalise_weights=true", "reject=geometric", "reject_low=0.015"),
+    ],
+    "copris": [*correction("preset=copris"), "algorithm.clip_high=0.5", "algorithm.dual_clip=3"],
+}
+SPLITS = {
+    "whole": [],
+    "micro_batches": ["learner.tokens_per_micro_batch=24", "learner.logprob_chunk_tokens=5"],
+    "one_each": ["learner.tokens_per_micro_batch=1", "learner.logprob_chunk_tokens=3"],
+}
+
+
+def test_corrections_do_not_depend_on_the_split_or_the_layout(checkpoint, tmp_path):
+    """Loss, gradient and every statistic, also against a Transformers model with the whole batch in one."""
+    folder = checkpoint("llama", tied=True)
+
+    def cases(layouts: dict[str, list[str]]) -> list[dict]:
+        return [
+            {"name": f"{layout}-{name}", "folder": folder, "overrides": [*BASE, *o, *extra]}
+            for layout, extra in layouts.items()
+            for name, o in CORRECTIONS.items()
+        ]
+
+    two = {name: LAYOUTS[name] for name in ("tp2", "pp2", "dp2")}
+    found = run(cases(SPLITS), 1, tmp_path, timeout=200) | run(cases(two), 2, tmp_path, timeout=300)
+    for name, overrides in CORRECTIONS.items():
+        wanted = expected(folder, [*BASE, *overrides])
+        accepted = wanted["stats"]["correction/accepted_fraction"]
+        assert accepted == 1 if name == "copris" else 0 < accepted < 1
+        for layout in (*SPLITS, *two):
+            check(found[f"{layout}-{name}"], wanted)
 
 
 def test_four_processes_train_like_one(checkpoint, tmp_path):

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron_sparse_rl.algorithms.settings import AlgorithmSettings
+from tests.unit.correction_oracle import (
+    SlowCorrection,
+    sequence_rows,
+    slow_correction,
+    slow_scale,
+    token_rows,
+)
 
 
 @dataclass
 class Sequence:
-    """One answer: a list of scalars per column; `old` and `ref` may be None."""
+    """One answer: a list of scalars per column; `old`, `ref` and `stage` may be None, as may be the
+    log-prob of a token in `stage`."""
 
     pi: list[Tensor]
     entropy: list[Tensor]
@@ -25,12 +33,26 @@ class Sequence:
     sampler: list[float]
     old: list[float] | None
     ref: list[float] | None
+    stage: list[float | None] | None = None
 
     def kept(self) -> list[int]:
         return [t for t, keep in enumerate(self.mask) if keep]
 
     def old_at(self, t: int) -> float:
         return self.pi[t].item() if self.old is None else self.old[t]
+
+    def dense_at(self, t: int, settings: AlgorithmSettings) -> float:
+        """The dense log-prob that is compared with the sampler's."""
+        value = None if self.stage is None or settings.correction.proximal != "stage" else self.stage[t]
+        return self.old_at(t) if value is None else value
+
+    def proximal_at(self, t: int, settings: AlgorithmSettings) -> float:
+        sampler = settings.correction.proximal == "sampler"
+        return self.sampler[t] if sampler else self.dense_at(t, settings)
+
+    def correction(self, settings: AlgorithmSettings, scale: float = 1.0) -> SlowCorrection:
+        log_xi = [self.dense_at(t, settings) - self.sampler[t] for t in range(len(self.mask))]
+        return slow_correction(log_xi, self.mask, settings.correction, scale)
 
 
 def scalar(x: float) -> Tensor:
@@ -43,9 +65,9 @@ def clip(x: Tensor, low: float, high: float) -> Tensor:
 
 def loop_ratio(sequence: Sequence, t: int, settings: AlgorithmSettings) -> Tensor:
     if settings.loss != "gspo":
-        return torch.exp(sequence.pi[t] - sequence.old_at(t))
+        return torch.exp(sequence.pi[t] - sequence.proximal_at(t, settings))
     kept = sequence.kept()
-    mean = sum(sequence.pi[u].item() - sequence.old_at(u) for u in kept) / len(kept)
+    mean = sum(sequence.pi[u].item() - sequence.proximal_at(u, settings) for u in kept) / len(kept)
     return math.exp(mean) * sequence.pi[t].exp() / sequence.pi[t].exp().detach()
 
 
@@ -69,44 +91,80 @@ def loop_kl(pi: Tensor, ref: float, estimator: str) -> Tensor:
     return torch.exp(ref - pi) - (ref - pi) - 1
 
 
+def corrections(sequences: list[Sequence], settings: AlgorithmSettings) -> list[SlowCorrection]:
+    """Of the whole batch, its weights normalised where the settings say so."""
+    found = [s.correction(settings) for s in sequences]
+    if not settings.correction.normalise_weights:
+        return found
+    scale = slow_scale(found, settings.correction)
+    return [s.correction(settings, scale) for s in sequences]
+
+
 def loop_loss(
     sequences: list[Sequence], settings: AlgorithmSettings, max_response_tokens: int
 ) -> tuple[Tensor, int, dict[str, float]]:
     total, policy = torch.zeros((), dtype=torch.float64), 0.0
-    for sequence in sequences:
-        kept = sequence.kept()
-        for t in kept:
-            surrogate = loop_surrogate(sequence, t, settings)
+    found = corrections(sequences, settings)
+    accepted_only = settings.correction.denominator == "accepted"
+    counted = [
+        [t for t in s.kept() if c.accepted[t] or not accepted_only]
+        for s, c in zip(sequences, found, strict=True)
+    ]
+    for sequence, correction, tokens in zip(sequences, found, counted, strict=True):
+        for t in tokens:
+            surrogate = correction.value[t] * correction.accepted[t] * loop_surrogate(sequence, t, settings)
             loss = -surrogate - settings.entropy_coefficient * sequence.entropy[t]
             if sequence.ref is not None:
                 kl = loop_kl(sequence.pi[t], sequence.ref[t], settings.kl_estimator)
                 loss = loss + settings.kl_coefficient * kl
-            share = {"token_mean": 1, "sequence_mean": len(kept), "fixed_length": max_response_tokens}
+            share = {"token_mean": 1, "sequence_mean": len(tokens), "fixed_length": max_response_tokens}
             total = total + loss / share[settings.aggregation]
             policy -= surrogate.item() / share[settings.aggregation]
     count = {
-        "token_mean": sum(len(s.kept()) for s in sequences),
-        "sequence_mean": sum(1 for s in sequences if s.kept()),
-        "fixed_length": len(sequences),
+        "token_mean": sum(map(len, counted)),
+        "sequence_mean": sum(1 for tokens in counted if tokens),
+        "fixed_length": sum(1 for c in found if not (accepted_only and c.rejected)),
     }[settings.aggregation]
-    stats = loop_stats(sequences, settings)
+    stats = loop_stats(sequences, found, settings, max_response_tokens)
     if count:
         stats |= {"loss": total.item() / count, "policy_loss": policy / count}
     return total, count, stats
 
 
-def loop_stats(sequences: list[Sequence], settings: AlgorithmSettings) -> dict[str, float]:
-    """Every token statistic; empty without an unmasked token."""
+def loop_stats(
+    sequences: list[Sequence],
+    found: list[SlowCorrection],
+    settings: AlgorithmSettings,
+    max_response_tokens: int,
+) -> dict[str, float]:
+    """Every statistic; empty without an unmasked token."""
     rows: dict[str, list[float]] = {}
-    for sequence in sequences:
+
+    def add(values: dict[str, float]) -> None:
+        for name, value in values.items():
+            rows.setdefault(name, []).append(value)
+
+    for sequence, correction in zip(sequences, found, strict=True):
         for t in sequence.kept():
-            for name, value in token_stats(sequence, t, settings).items():
-                rows.setdefault(name, []).append(value)
+            add(token_stats(sequence, t, settings) | token_rows(correction, t))
+            add({position_name(t, max_response_tokens): abs(sequence.old_at(t) - sequence.sampler[t])})
+        if sequence.kept():
+            add(sequence_rows(correction))
     stats = {}
     for name, values in rows.items():
         reduce = {"max": max, "min": min}.get(name.partition("/")[0])
         stats[name] = reduce(values) if reduce else math.fsum(values) / len(values)
+    for name in ("correction/ratio", "correction/weight"):
+        if (square := stats.pop(f"square/{name}", None)) is not None:
+            stats[f"{name}_ess"] = stats[f"{name}_mean"] ** 2 / square
     return stats
+
+
+def position_name(t: int, max_response_tokens: int) -> str:
+    start, following = 0, 16
+    while t >= following and following < max_response_tokens:
+        start, following = following, 2 * following
+    return f"mismatch/position_{start:06d}"
 
 
 def token_stats(sequence: Sequence, t: int, settings: AlgorithmSettings) -> dict[str, float]:
@@ -125,11 +183,15 @@ def token_stats(sequence: Sequence, t: int, settings: AlgorithmSettings) -> dict
         "min/ratio": ratio,
         "max/ratio": ratio,
         "approx_kl_old": math.exp(pi - old) - (pi - old) - 1,
+        "approx_kl_old_k1": old - pi,
         "sampler_kl": math.exp(gap) - gap - 1,
+        "sampler_kl_k1": -gap,
         "logprob_diff_mean_abs": abs(gap),
         "max/logprob_diff": abs(gap),
         "advantage_mean_abs": abs(advantage),
     }
     if sequence.ref is not None:
-        stats["kl_ref"] = loop_kl(sequence.pi[t], sequence.ref[t], settings.kl_estimator).item()
+        names = {"kl_ref": settings.kl_estimator, "kl_ref_k1": "k1", "kl_ref_k3": "k3"}
+        for name, estimator in names.items():
+            stats[name] = loop_kl(sequence.pi[t], sequence.ref[t], estimator).item()
     return stats

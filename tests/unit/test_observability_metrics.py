@@ -1,5 +1,6 @@
 """Metrics of sampled groups, the time ledger and the memory figures."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -105,6 +106,20 @@ def test_evaluation_counts_correct_samples_per_problem() -> None:
 def test_policy_metrics_name_extremes_at_the_end() -> None:
     stats = {"entropy": 0.5, "max/ratio": 1.5, "min/ratio": 0.5}
     assert policy_metrics(stats) == {"policy/entropy": 0.5, "policy/ratio_max": 1.5, "policy/ratio_min": 0.5}
+
+
+def test_policy_metrics_keep_groups_of_their_own_and_drop_empty_intervals() -> None:
+    stats = {
+        "correction/ratio_mean": 1.0,
+        "max/correction/ratio": 2.0,
+        "mismatch/position_000000": 0.1,
+        "mismatch/position_000016": math.nan,
+    }
+    assert policy_metrics(stats) == {
+        "correction/ratio_mean": 1.0,
+        "correction/ratio_max": 2.0,
+        "mismatch/position_000000": 0.1,
+    }
 
 
 def test_throughput_is_left_out_for_a_phase_that_did_not_run() -> None:

@@ -11,23 +11,16 @@ from hypothesis import strategies as st
 from megatron_sparse_rl.algorithms.settings import AlgorithmSettings
 from megatron_sparse_rl.kernels.loss_stats import max_stat, mean_stat, merge_stats, min_stat, reduce_stats
 from megatron_sparse_rl.kernels.policy_loss import policy_loss
-from tests.unit.policy_loss_cases import as_columns, draw_batch, gradient
+from tests.unit.policy_loss_cases import (
+    algorithm_settings,
+    as_columns,
+    batch_weight_scale,
+    draw_batch,
+    gradient,
+)
 from tests.unit.policy_loss_oracle import Sequence
 
 MAX_RESPONSE_TOKENS = 9
-
-
-@st.composite
-def algorithm_settings(draw: st.DrawFn) -> AlgorithmSettings:
-    loss = draw(st.sampled_from(["ppo", "gspo", "cispo"]))
-    return AlgorithmSettings(
-        loss=loss,
-        dual_clip=0.0 if loss == "cispo" else draw(st.sampled_from([0.0, 1.5])),
-        aggregation=draw(st.sampled_from(["token_mean", "sequence_mean", "fixed_length"])),
-        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
-        kl_coefficient=0.2,
-        entropy_coefficient=draw(st.sampled_from([0.0, 0.1])),
-    )
 
 
 @st.composite
@@ -35,7 +28,8 @@ def cut_batches(draw: st.DrawFn) -> list[list[Sequence]]:
     """Micro-batches of whole sequences, some of them empty or fully masked."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
     keep = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
-    batch = draw_batch(draw(st.integers(0, 10**6)), lengths, old=draw(st.booleans()), ref=True, keep=keep)
+    flags = {name: draw(st.booleans()) for name in ("old", "stage")}
+    batch = draw_batch(draw(st.integers(0, 10**6)), lengths, **flags, ref=True, keep=keep)
     cuts = sorted(draw(st.lists(st.integers(0, len(batch)), max_size=4)))
     return [batch[a:b] for a, b in zip([0, *cuts], [*cuts, len(batch)], strict=True)]
 
@@ -45,8 +39,9 @@ def global_result(
 ) -> tuple[float, int, torch.Tensor, dict[str, float]]:
     """(loss sum, count, gradient, statistics) of the batch processed in these micro-batches."""
     loss, count, gradients, stats = 0.0, 0, [], []
+    scale = batch_weight_scale([sequence for part in parts for sequence in part], algorithm)
     for part in parts:
-        logprobs, entropy, columns = as_columns(part, poison=poison)
+        logprobs, entropy, columns = as_columns(part, poison=poison, weight_scale=scale)
         result = policy_loss(logprobs, entropy, columns, algorithm, MAX_RESPONSE_TOKENS)
         loss, count = loss + result.loss.item(), count + int(result.count)
         gradients.append(torch.stack(gradient(result.loss, logprobs, entropy)))
