@@ -65,6 +65,7 @@ class Trainer:
         self.ledger = TimeLedger()
         self.output = Path(config.output_dir)
         self.step = 0
+        self.scoring: dict[str, int] = {}
         self.record: dict[str, Any] = {"seconds": 0.0, "pass_at_1_before": None, "entropy_last": None}
         folder = resolve_model(config.model)
         arch = read_architecture(folder)
@@ -129,8 +130,11 @@ class Trainer:
     def _roll_out(self, step: int) -> Rollout:
         settings = self.config.rollout
         answers = settings.groups_per_step * settings.samples_per_group // self.engine.count
+        before = self.rewards.counters
         with self.ledger.phase("rollout"), self.progress.showing(f"step {step}: sampling", answers):
-            return self.collector.collect(step)
+            rollout = self.collector.collect(step)
+        self.scoring = _summed({name: n - before[name] for name, n in self.rewards.counters.items()})
+        return rollout
 
     def decode(self, token_ids: Any) -> str:
         """The answer as the verifiers and people read it."""
@@ -178,7 +182,7 @@ class Trainer:
             "optimizer/lr": result.lr,
             "optimizer/grad_norm": result.grad_norm,
             "optimizer/skipped_steps": float(result.skipped),
-            **{f"reward/{name}": float(value) for name, value in self.rewards.counters.items()},
+            **{f"reward/{name}": float(count) for name, count in self.scoring.items()},
             **times,
             **memory_metrics(),
         }
@@ -237,3 +241,10 @@ class Trainer:
         if before is not None and after is not None:
             print(f"held-out pass@1: {before:.3f} before, {after:.3f} after {self.step} steps")
         print(f"summary: {path}\ncurve:   {picture}")
+
+
+def _summed(counts: dict[str, int]) -> dict[str, int]:
+    """The counts added up over all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, counts)
+    return {name: sum(part[name] for part in gathered) for name in counts}

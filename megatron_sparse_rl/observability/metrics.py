@@ -93,7 +93,10 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         for name, value in trajectory.reward_parts.items():
             parts.setdefault(name, []).append(value)
-    return {f"reward/{name}": float(np.mean(values)) for name, values in sorted(parts.items())}
+    # A function of the user's is named by its path; its file and name are enough for a chart.
+    return {
+        f"reward/{name.rpartition('/')[2]}": float(np.mean(values)) for name, values in sorted(parts.items())
+    }
 
 
 def _response_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
