@@ -78,6 +78,7 @@ class Trainer:
         self.learner = Learner(config, arch, folder, context.device)
         self.checkpoints = Checkpoints(config.checkpoint, self.output, self.learner)
         self._resume()
+        self.learner.offload_optimizer()  # the engine takes its share of the memory when it is built
         self.engine = Engine(config, str(folder), device=context.device.type)
         self.colocation = Colocation(self.learner, self.engine, verify=config.rollout.verify_weights)
         self.progress = RolloutProgress(enabled=config.observability.progress and context.rank == 0)

@@ -7,6 +7,7 @@ results do not depend on how the batch was cut.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +48,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class UpdateResult:
     """What one rollout's optimizer steps did: statistics over the whole batch, one `StepResult` per
-    optimizer step made, and how many were skipped because no token entered the loss or the gradient was not
-    finite."""
+    optimizer step made, and how many were skipped because no token entered the loss, or loss or gradient
+    were not finite."""
 
     stats: dict[str, float]
     steps: tuple[StepResult, ...]
@@ -114,7 +115,12 @@ class Learner:
         if self.device.type != "cuda" or not self.config.learner.offload_optimizer or self.offloaded:
             return
         self.wrapped.offload_grad_buffers()
+        # Megatron moves whatever the optimizer steps: in float32 that is the model itself, which must stay
+        # where it is, because the engine is filled from it.
+        own = [(parameter, parameter.data) for parameter in self.model.parameters()]
         self.optimizer.inner.offload_to_cpu()
+        for parameter, data in own:
+            parameter.data = data
         self.offloaded = True
 
     def load_optimizer(self) -> None:
@@ -138,8 +144,11 @@ class Learner:
             stats, count = self._forward_backward(correct_batch(part, self.config.algorithm.correction))
             parts.append(stats)
             if count == 0 or stats["correction/accepted_fraction"][0] == 0:
-                logger.warning("no token enters the loss of this optimizer step: skipped, weights unchanged")
+                logger.warning("no token enters the loss: optimizer step skipped, weights unchanged")
                 result = StepResult(False, 0.0, self.optimizer.lr)
+            elif not math.isfinite(loss := float(stats["loss"][0])):
+                logger.warning("the loss is %s: optimizer step skipped, weights unchanged", loss)
+                result = StepResult(False, math.nan, self.optimizer.lr)
             else:
                 with megatron_device(self.device):
                     result = self.optimizer.step()
