@@ -1,103 +1,99 @@
 """From prompts to scored groups: what one training step, or one evaluation, samples.
 
 In: prompts (every rank holds the same deterministic source), an engine, a scorer. Out: on every rank the
-same tuple of complete, scored groups in prompt order. Each engine samples its share of the prompts; the
-leader of each engine scores that share; one object gather makes the whole known to all ranks.
+same tuple of complete, scored groups. Synchronously, the groups of a step are dealt out to the engines and
+all of them are finished. With partial rollouts the engines draw work as they get through it, the stage ends
+when enough groups are complete, and the rest waits in the buffer, which every rank holds whole.
 """
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_sparse_rl.config import Config
-from megatron_sparse_rl.rollout.engine import Progress
-from megatron_sparse_rl.rollout.sampling import (
-    Purpose,
-    SampledTokens,
-    SampleRequest,
-    group_requests,
-    to_trajectory,
+from megatron_sparse_rl.rollout.buffer import TrajectoryBuffer, oldest_first
+from megatron_sparse_rl.rollout.coordination import DealtCounters, EngineRanks, StageCounters, open_store
+from megatron_sparse_rl.rollout.open_group import SamplingRule
+from megatron_sparse_rl.rollout.sampling import Purpose
+from megatron_sparse_rl.rollout.scheduler import (
+    HasSignal,
+    Progress,
+    Sampler,
+    Score,
+    Scoring,
+    Span,
+    Stage,
+    StagePlan,
+    StageShare,
 )
+from megatron_sparse_rl.rollout.work import FixedPrompts, PromptSource, WorkList
 from megatron_sparse_rl.trajectory import Group, Prompt
 
 logger = logging.getLogger(__name__)
 
-Score = Callable[[list[Group]], list[Group]]
-HasSignal = Callable[[np.ndarray], bool]
+COUNTERS = (
+    "groups_filtered",
+    "groups_dropped",
+    "prompts_drawn",
+    "rounds",
+    "tokens_generated",
+    "tokens_thrown_away",
+    "requests_resumed",
+    "seconds_generating",
+    "seconds_scoring",
+    "seconds_polling",
+    "seconds_idle",
+)
 
 
-class PromptSource(Protocol):
-    """Prompts in the run's order; all ranks' sources yield the same ones."""
-
-    @property
-    def exhausted(self) -> bool: ...
-
-    def take(self, n: int) -> Sequence[Prompt]:
-        """The next `n` prompts, fewer when the data ends."""
-
-
-class Sampler(Protocol):
+class ManyEngines(Sampler, Protocol):
     """What the collector needs of an `Engine`."""
-
-    @property
-    def index(self) -> int: ...
 
     @property
     def count(self) -> int: ...
 
     @property
-    def is_leader(self) -> bool: ...
-
-    @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
-    def sample(
-        self, requests: Sequence[SampleRequest], progress: Progress | None = None
-    ) -> list[SampledTokens]: ...
+    @property
+    def full_length_requests(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Rollout:
     """What one step sampled, equal on every rank.
 
-    `groups` in prompt order, at most `rollout.groups_per_step` and fewer, possibly none, when the data or
-    the rounds of dynamic sampling ended first; `exhausted`: the data has ended. `counters`: groups_filtered
-    (no signal, replaced or dropped), prompts_drawn, rounds, tokens_generated (filtered ones included), and
-    seconds_generating and seconds_scoring of the slowest engine.
+    `groups` with the oldest tokens first, at most `rollout.groups_per_step` and fewer, possibly none, when
+    the data or the rounds of dynamic sampling ended first; `exhausted`: the data has ended and nothing is
+    open. `counters`: see `COUNTERS`; seconds are those of the slowest engine; `utilisation` is the mean
+    share of the slots that had a request in flight, `groups_open` and `groups_surplus` what the buffer
+    holds. `spans`: every request in flight, of all engines.
     """
 
     groups: tuple[Group, ...]
     exhausted: bool
     counters: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What the leader of one engine contributes to a round."""
-
-    groups: list[Group]
-    seconds_generating: float
-    seconds_scoring: float
+    spans: tuple[Span, ...] = ()
 
 
 class Collector:
-    """Draws prompts, samples them on all engines, scores them.
+    """Draws prompts, samples them on all engines, scores them. Building one is collective.
 
     `has_signal(rewards float64 [G]) -> bool` turns dynamic sampling on: groups without signal are replaced
-    by new prompts, for at most `algorithm.dynamic_sampling_rounds` further rounds (DAPO, arXiv:2503.14476,
-    section 3.2). `group` is a gloo process group of all ranks; None: the default group. `progress` is told
-    (tokens, finished answers) of this rank's engine while it samples.
+    by new prompts, synchronously in at most `algorithm.dynamic_sampling_rounds` further rounds (DAPO,
+    arXiv:2503.14476, section 3.2). `group` is a gloo process group of all ranks; None: the default group.
+    `progress` is told (tokens, finished answers) of this rank's engine while it samples. `score` is called
+    from one thread of the collector's own.
     """
 
     def __init__(
         self,
         config: Config,
-        engine: Sampler,
+        engine: ManyEngines,
         prompts: PromptSource,
         score: Score,
         *,
@@ -105,41 +101,49 @@ class Collector:
         group: dist.ProcessGroup | None = None,
         progress: Progress | None = None,
     ) -> None:
+        self.buffer = TrajectoryBuffer()
         self._config = config
         self._engine = engine
         self._prompts = prompts
-        self._score = score
+        self._scoring = Scoring(score)
         self._has_signal = has_signal
         self._group = group
         self._progress = progress
+        self._ranks = EngineRanks(dist.get_world_size() // engine.count)
+        self._store = open_store(group)
+        self._stages = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """The data has ended and nothing is left of it."""
+        return self._prompts.exhausted and self.buffer.empty
+
+    @property
+    def concurrency(self) -> int:
+        """Requests in flight over all engines while rollouts are partial (N')."""
+        return self._config.rollout.partial.concurrency or (
+            self._engine.full_length_requests * self._engine.count
+        )
 
     def collect(self, step: int) -> Rollout:
         """The groups of one step. Never waits for prompts that do not come: see `Rollout`."""
-        settings = self._config.rollout
-        wanted = settings.groups_per_step
-        rounds_left = 1 + (self._config.algorithm.dynamic_sampling_rounds if self._has_signal else 0)
-        kept: list[Group] = []
-        counters = dict.fromkeys(("groups_filtered", "prompts_drawn", "rounds", "tokens_generated"), 0.0)
-        counters |= {"seconds_generating": 0.0, "seconds_scoring": 0.0}
-        while len(kept) < wanted and rounds_left:
-            prompts = list(self._prompts.take(wanted - len(kept)))
-            if not prompts:
-                break
-            rounds_left -= 1
-            groups, timing = self._round(
-                prompts, settings.samples_per_group, settings.temperature, purpose="train"
-            )
-            useful = [
-                group for group in groups if self._has_signal is None or self._has_signal(group.rewards)
-            ]
-            kept += useful
-            counters["groups_filtered"] += len(groups) - len(useful)
-            counters["prompts_drawn"] += len(prompts)
-            counters["rounds"] += 1
-            counters["tokens_generated"] += sum(t.length for group in groups for t in group.trajectories)
-            for name, seconds in timing.items():
-                counters[name] += seconds
-        rollout = Rollout(_in_order(kept), self._prompts.exhausted, counters)
+        tally = _Tally()
+        wanted = self._config.rollout.groups_per_step
+        partial = self._config.rollout.partial.enabled
+        complete = self.buffer.take_surplus(wanted)
+        if partial:
+            self._partial_stage(complete, wanted, tally)
+        else:
+            self._synchronous_rounds(complete, wanted, tally)
+        complete = oldest_first(complete)
+        self.buffer.put([], complete[wanted:])
+        if partial:
+            self._drop_old(tally)
+        counters = tally.counters | {
+            "groups_open": float(len(self.buffer.open)),
+            "groups_surplus": float(len(self.buffer.surplus)),
+        }
+        rollout = Rollout(tuple(complete[:wanted]), self.exhausted, counters, tuple(tally.spans))
         _report(step, rollout, wanted)
         return rollout
 
@@ -149,68 +153,141 @@ class Collector:
         Seeds depend on the run's seed, the prompt and the sample only, so evaluations of different steps
         differ by the policy alone.
         """
-        groups, _ = self._round(list(prompts), samples, temperature, purpose="evaluate")
-        return list(_in_order(groups))
+        work = WorkList([], FixedPrompts(sorted(prompts, key=lambda prompt: prompt.index)), samples)
+        plan = self._synchronous_plan(work, len(prompts), samples, "evaluate", temperature)
+        tally = _Tally()
+        self._run(work, plan, None, tally, dealt=True)
+        return sorted(tally.complete, key=lambda group: group.prompt.index)
 
-    def _round(
-        self, prompts: list[Prompt], samples: int, temperature: float, *, purpose: Purpose
-    ) -> tuple[list[Group], dict[str, float]]:
-        """All groups of `prompts`, from all engines, and the seconds of the slowest engine."""
-        mine = prompts[self._engine.index :: self._engine.count]
-        started = time.perf_counter()
-        groups = self._sample(mine, samples, temperature, purpose)
-        sampled = time.perf_counter()
-        share = None
-        if self._engine.is_leader:
-            groups = self._score(groups) if groups else []
-            share = _Share(groups, sampled - started, time.perf_counter() - sampled)
-        return self._gather(share, prompts)
+    # ---- the two modes ----
 
-    def _sample(
-        self, prompts: list[Prompt], samples: int, temperature: float, purpose: Purpose
-    ) -> list[Group]:
-        """Unscored groups of this engine's own prompts."""
-        config = self._config
-        requests = [
-            request
-            for prompt in prompts
-            for request in group_requests(
-                prompt,
-                samples,
-                run_seed=config.seed,
-                temperature=temperature,
-                max_tokens=config.rollout.max_response_tokens,
-                stop_token_ids=self._engine.stop_token_ids,
-                purpose=purpose,
+    def _synchronous_rounds(self, complete: list[Group], wanted: int, tally: "_Tally") -> None:
+        """Rounds in which every group is finished; what is filtered is replaced in the next round."""
+        rollout = self._config.rollout
+        rounds_left = 1 + (self._config.algorithm.dynamic_sampling_rounds if self._has_signal else 0)
+        while len(complete) < wanted and rounds_left and not self.exhausted:
+            work = WorkList(self.buffer.take_open(), self._prompts, rollout.samples_per_group)
+            fresh = max(0, wanted - len(complete) - work.resumed)
+            plan = self._synchronous_plan(
+                work, fresh, rollout.samples_per_group, "train", rollout.temperature
             )
-        ]
-        sampled = iter(self._engine.sample(requests, self._progress) if requests else [])
-        return [
-            Group(prompt, tuple(to_trajectory(prompt, index, next(sampled)) for index in range(samples)))
-            for prompt in prompts
-        ]
+            self._run(work, plan, self._has_signal, tally, dealt=True)
+            complete += tally.complete
+            tally.complete = []
+            rounds_left -= 1
 
-    def _gather(self, share: _Share | None, prompts: list[Prompt]) -> tuple[list[Group], dict[str, float]]:
-        """Every leader's share on every rank; raises RuntimeError when they do not add up to `prompts`."""
-        gathered: list[_Share | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, share, group=self._group)
+    def _synchronous_plan(
+        self, work: WorkList, fresh: int, samples: int, purpose: Purpose, temperature: float
+    ) -> StagePlan:
+        """All groups at once, evenly dealt out; over when all are closed."""
+        groups = work.resumed + fresh
+        slots = max(1, math.ceil(groups / self._engine.count)) * samples
+        return StagePlan(self._rule(purpose, temperature), groups + 1, fresh, fresh, slots)
+
+    def _partial_stage(self, complete: list[Group], wanted: int, tally: "_Tally") -> None:
+        """Keep N' requests in flight until enough groups are complete; the rest goes to the buffer."""
+        rollout, engines = self._config.rollout, self._engine.count
+        due = self._age(tally)
+        if len(complete) >= wanted and not due:
+            return
+        work = WorkList(self.buffer.take_open(), self._prompts, rollout.samples_per_group)
+        slots = max(1, self.concurrency // engines + (self._engine.index < self.concurrency % engines))
+        rounds = 1 + (self._config.algorithm.dynamic_sampling_rounds if self._has_signal else 0)
+        most = wanted * rounds + math.ceil(self.concurrency / rollout.samples_per_group) + engines
+        plan = StagePlan(
+            self._rule("train", rollout.temperature), wanted - len(complete), most, most, slots, due
+        )
+        self._run(work, plan, self._has_signal, tally, dealt=False)
+        complete += tally.complete
+
+    def _age(self, tally: "_Tally") -> int:
+        """How many open groups, the oldest, must be finished in this stage; or restart what is too old."""
+        partial, version = self._config.rollout.partial, self._engine.version
+        if partial.stale == "restart":
+            thrown = self.buffer.restart(self.buffer.older(version, partial.max_staleness + 1))
+            tally.counters["tokens_thrown_away"] += thrown
+            return 0
+        old = self.buffer.older(version, partial.max_staleness)
+        if not old:
+            return 0
+        last = max(group.prompt.index for group in old)
+        return sum(group.prompt.index <= last for group in self.buffer.open)
+
+    def _drop_old(self, tally: "_Tally") -> None:
+        """Complete groups that the next step could only use with tokens beyond the cap."""
+        cap = self._config.rollout.partial.max_staleness
+        for group in self.buffer.drop_surplus(self._engine.version + 1, cap):
+            tally.counters["groups_dropped"] += 1
+            tally.counters["tokens_thrown_away"] += sum(t.length for t in group.trajectories)
+
+    def _rule(self, purpose: Purpose, temperature: float) -> SamplingRule:
+        return SamplingRule(
+            purpose,
+            self._config.seed,
+            temperature,
+            self._config.rollout.max_response_tokens,
+            self._engine.stop_token_ids,
+        )
+
+    # ---- one stage on all engines ----
+
+    def _run(
+        self, work: WorkList, plan: StagePlan, has_signal: HasSignal | None, tally: "_Tally", *, dealt: bool
+    ) -> None:
+        """Run the stage here, and bring the shares of all engines to every rank: complete groups and numbers
+        to `tally`, open groups to the buffer.
+        """
+        self._stages += 1
+        name, engine = f"stage{self._stages}", self._engine
+        counters = (
+            DealtCounters(self._store, name, engine.index, engine.count)
+            if dealt
+            else StageCounters(self._store, name)
+        )
+        stage = Stage(plan, work, engine, self._ranks, counters, self._scoring, has_signal, self._progress)
+        share = stage.run()
+        gathered: list[StageShare | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, share if engine.is_leader else None, group=self._group)
         shares = [item for item in gathered if item is not None]
-        groups = [group for item in shares for group in item.groups]
-        found, expected = sorted(g.prompt.index for g in groups), sorted(p.index for p in prompts)
-        if found != expected:
+        handed_out = max(item.handed_out for item in shares)
+        work.has(handed_out - 1)  # every rank goes on with the same next prompt
+        complete = [group for item in shares for group in item.complete]
+        open_groups = [group for item in shares for group in item.open]
+        closed = len(complete) + sum(item.filtered for item in shares)
+        if work.drawn != max(handed_out, work.resumed) or closed + len(open_groups) != handed_out:
             raise RuntimeError(
-                f"the engines returned groups of prompts {found[:16]}, this rank drew {expected[:16]}; "
-                "every rank must draw the same prompts in the same order, and the "
-                "scorer must return every group it was given"
+                f"a stage handed out {handed_out} groups, drew {work.drawn} and returned {closed} closed and "
+                f"{len(open_groups)} open ones; every rank must draw the same prompts in the same order"
             )
-        return groups, {
-            "seconds_generating": max(item.seconds_generating for item in shares),
-            "seconds_scoring": max(item.seconds_scoring for item in shares),
-        }
+        untouched = [work[ticket] for ticket in range(handed_out, work.resumed)]
+        self.buffer.put([*open_groups, *untouched], [])
+        tally.add(shares, complete, handed_out - min(handed_out, work.resumed))
 
 
-def _in_order(groups: list[Group]) -> tuple[Group, ...]:
-    return tuple(sorted(groups, key=lambda group: group.prompt.index))
+class _Tally:
+    """Complete groups, counters and spans of the stages of one step."""
+
+    def __init__(self) -> None:
+        self.complete: list[Group] = []
+        self.counters = dict.fromkeys(COUNTERS, 0.0)
+        self.spans: list[Span] = []
+        self._occupied = self._available = 0.0
+
+    def add(self, shares: list[StageShare], complete: list[Group], fresh: int) -> None:
+        counters = self.counters
+        self.complete += complete
+        spans = [span for item in shares for span in item.spans]
+        self.spans += spans
+        counters["groups_filtered"] += sum(item.filtered for item in shares)
+        counters["prompts_drawn"] += fresh
+        counters["rounds"] += 1
+        counters["tokens_generated"] += sum(item.tokens for item in shares)
+        counters["requests_resumed"] += sum(span.resumed for span in spans)
+        for name in ("generating", "scoring", "polling", "idle"):
+            counters[f"seconds_{name}"] += max(getattr(item, name) for item in shares)
+        self._occupied += sum(item.occupancy for item in shares)
+        self._available += sum((item.generating + item.idle) * item.slots for item in shares)
+        counters["utilisation"] = self._occupied / self._available if self._available else 0.0
 
 
 def _report(step: int, rollout: Rollout, wanted: int) -> None:

@@ -22,6 +22,7 @@ from megatron_sparse_rl.rollout import vllm_compat
 from megatron_sparse_rl.rollout.engine_arguments import check_engine, engine_arguments, max_model_tokens
 from megatron_sparse_rl.rollout.residency import Residency
 from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest, read_stop_token_ids
+from megatron_sparse_rl.trajectory import FinishReason
 from megatron_sparse_rl.weights.architecture import read_architecture
 
 logger = logging.getLogger(__name__)
@@ -57,12 +58,19 @@ class _Answer:
                 f"request {self.request.request_id}: the engine ended it with {self.finish_reason!r} after "
                 f"{len(self.token_ids)} tokens, not by a stop token or its length"
             )
+        return self._sampled(version, cast(Any, self.finish_reason))
+
+    def partial(self, version: int) -> SampledTokens:
+        """What an unfinished request has yielded."""
+        return self._sampled(version, "partial")
+
+    def _sampled(self, version: int, finish_reason: FinishReason) -> SampledTokens:
         return SampledTokens(
             request_id=self.request.request_id,
             token_ids=np.asarray(self.token_ids, dtype=np.int64),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
             policy_versions=np.full(len(self.token_ids), version, dtype=np.int32),
-            finish_reason=cast(Any, self.finish_reason),
+            finish_reason=finish_reason,
         )
 
 
@@ -94,6 +102,8 @@ class Engine:
         self.tensor_rank, self.tensor_size = vllm_compat.tensor_rank_and_size()
         self.index, self.count = dist.get_rank() // self.tensor_size, world_size // self.tensor_size
         self.residency = Residency(self._llm, releases_memory=cuda)
+        self._max_running = config.rollout.max_running
+        self._running: dict[str, _Answer] = {}
         logger.info("engine %d of %d, tensor rank %d, ready", self.index, self.count, self.tensor_rank)
 
     @property
@@ -126,30 +136,91 @@ class Engine:
         """Allocate the KV cache, once weights are written and the memory they came from is free."""
         self.residency.wake_kv()
 
+    @property
+    def full_length_requests(self) -> int:
+        """Requests of full length that the KV cache holds at one time, at least 1; never preempted then."""
+        held = vllm_compat.kv_cache_tokens(self._llm) // self.max_model_tokens
+        return max(1, min(held, self._max_running))
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and neither finished nor cancelled."""
+        return len(self._running)
+
     def sample(
         self, requests: Sequence[SampleRequest], progress: Progress | None = None
     ) -> list[SampledTokens]:
         """Sample every request to its end; results in the order of `requests`.
 
-        Every rank of an engine must pass equal requests in equal order. Log-probs are those of the
-        distribution that was drawn from, so after temperature; at temperature 0 the likeliest token is taken
-        and its log-prob is that of the untempered distribution. Raises ValueError for a request that cannot
-        run, and RuntimeError when the engine is not ready or ends a request otherwise than by stop or
-        length; both name it.
+        Every rank of an engine must pass equal requests in equal order. Raises what `submit` and `advance`
+        raise; whatever still runs then is cancelled.
         """
+        finished: dict[str, SampledTokens] = {}
+        try:
+            for request in requests:
+                self.submit(request)
+            while self.in_flight:
+                for answer in self.advance():
+                    finished[answer.request_id] = answer
+                if progress is not None:
+                    running = sum(len(answer.token_ids) for answer in self._running.values())
+                    progress(running + sum(len(s.token_ids) for s in finished.values()), len(finished))
+        except Exception as error:
+            error.add_note(f"while the engine ran requests {sorted(self._running)[:8]}")
+            raise
+        finally:
+            self.cancel()
+        return [finished[request.request_id] for request in requests]
+
+    def submit(self, request: SampleRequest) -> None:
+        """Put a request in flight; every rank of the engine submits the same ones in the same order.
+
+        Raises ValueError for a request that cannot run, and RuntimeError when the engine is not ready.
+        """
+        from vllm.inputs import tokens_input
+
         self.residency.require_ready()
-        answers = {request.request_id: _Answer(request) for request in requests}
-        if len(answers) != len(requests):
-            raise ValueError(
-                f"{len(requests)} requests have only {len(answers)} different ids; each needs its own"
-            )
-        for request in requests:
-            self._check_request(request)
+        self._check_request(request)
         with vllm_compat.preserved_random_state():
-            self._run(answers, progress)
-        return [answers[request.request_id].finished(self.version) for request in requests]
+            self._llm.llm_engine.add_request(
+                request.request_id, tokens_input(request.token_ids.tolist()), _sampling_params(request)
+            )
+        self._running[request.request_id] = _Answer(request)
+
+    def advance(self) -> list[SampledTokens]:
+        """One engine step; the requests it finished.
+
+        Log-probs are those of the distribution that was drawn from, so after temperature; at temperature 0
+        the likeliest token is taken and its log-prob is that of the untempered distribution. Raises
+        RuntimeError, naming the request, when the engine ends one otherwise than by stop or length.
+        """
+        finished = []
+        with vllm_compat.preserved_random_state():
+            outputs = self._llm.llm_engine.step()
+        for output in outputs:
+            answer = self._running[output.request_id]
+            (completion,) = output.outputs
+            answer.extend(completion)
+            if output.finished:
+                finished.append(answer.finished(self.version))
+                del self._running[output.request_id]
+        return finished
+
+    def cancel(self) -> list[SampledTokens]:
+        """End whatever is in flight; what it has yielded so far, with finish reason "partial", in the order
+        of submission.
+        """
+        cancelled = list(self._running.values())
+        if cancelled:
+            self._llm.llm_engine.abort_request(list(self._running))
+        self._running.clear()
+        return [answer.partial(self.version) for answer in cancelled]
 
     def _check_request(self, request: SampleRequest) -> None:
+        if request.request_id in self._running:
+            raise ValueError(
+                f"request {request.request_id} is in flight already; different requests need different ids"
+            )
         if request.max_tokens < 1 or len(request.token_ids) < 1:
             raise ValueError(
                 f"request {request.request_id} has {len(request.token_ids)} context tokens and may sample "
@@ -162,33 +233,6 @@ class Engine:
                 f"{request.max_tokens} to sample exceed rollout.max_prompt_tokens + "
                 f"rollout.max_response_tokens = {self.max_model_tokens}"
             )
-
-    def _run(self, answers: dict[str, _Answer], progress: Progress | None) -> None:
-        """Step the engine until every answer has ended; whatever still runs after an error is aborted."""
-        from vllm.inputs import tokens_input
-
-        engine = self._llm.llm_engine
-        running = set(answers)
-        tokens = 0
-        try:
-            for request_id, answer in answers.items():
-                prompt = tokens_input(answer.request.token_ids.tolist())
-                engine.add_request(request_id, prompt, _sampling_params(answer.request))
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    (completion,) = output.outputs
-                    answers[output.request_id].extend(completion)
-                    tokens += len(completion.token_ids)
-                    if output.finished:
-                        running.discard(output.request_id)
-                if progress is not None:
-                    progress(tokens, len(answers) - len(running))
-        except Exception as error:
-            error.add_note(f"while the engine ran requests {sorted(running)[:8]} of {len(answers)}")
-            raise
-        finally:
-            if running:
-                engine.abort_request(sorted(running))
 
 
 def _sampling_params(request: SampleRequest) -> Any:

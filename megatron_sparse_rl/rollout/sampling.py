@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_sparse_rl.settings import SettingError
-from megatron_sparse_rl.trajectory import Prompt, Trajectory
+from megatron_sparse_rl.trajectory import FinishReason, Prompt, Trajectory
 
 Purpose = Literal["train", "evaluate"]
 
@@ -33,7 +33,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What one request yielded, the stop token included.
+    """What one request yielded, the stop token included; "partial" when it was cancelled.
 
     `token_ids` int64 [T]; `logprobs` float32 [T], of the distribution the token was drawn from (after
     temperature; at temperature 0 of the untempered one); `policy_versions` int32 [T].
@@ -43,7 +43,7 @@ class SampledTokens:
     token_ids: np.ndarray
     logprobs: np.ndarray
     policy_versions: np.ndarray
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
 
 
 def sample_seed(

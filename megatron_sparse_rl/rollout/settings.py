@@ -8,6 +8,30 @@ from megatron_sparse_rl.settings import setting, settings
 
 
 @settings
+class PartialSettings:
+    """Concurrency-controlled partial rollouts (CoPRIS, arXiv 2511.05589): docs/partial-rollout.md."""
+
+    enabled: bool = setting(
+        False,
+        "End a stage when enough groups are complete; unfinished answers are resumed in the next stage.",
+    )
+    concurrency: int = setting(
+        0,
+        "Requests in flight over all engines (N'); 0: as many as the engines' KV caches hold at full length.",
+        unit="requests",
+        ge=0,
+    )
+    max_staleness: int = setting(
+        4, "No token that is trained on is older than this many policy versions.", unit="versions", ge=1
+    )
+    stale: Literal["finish", "restart"] = setting(
+        "finish",
+        "A group that would get too old: the stage waits until it is finished, or its tokens are thrown away "
+        "and counted.",
+    )
+
+
+@settings
 class RolloutSettings:
     """How answers are sampled."""
 
@@ -35,6 +59,7 @@ class RolloutSettings:
     verify_weights: bool = setting(
         False, "After each weight update compare checksums of every tensor in learner and engine."
     )
+    partial: PartialSettings = setting(PartialSettings, "Partial rollouts.")
     extra_stop_token_ids: tuple[int, ...] = setting(
         (), "Token ids that end an answer beside those of the model's generation_config (all of which count)."
     )

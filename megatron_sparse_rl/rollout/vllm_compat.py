@@ -167,3 +167,11 @@ def tensor_rank_and_size() -> tuple[int, int]:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def kv_cache_tokens(llm: Any) -> int:
+    """Tokens that this rank's KV cache holds; the engine core sets the block count when it has profiled the
+    memory (config/cache.py, num_gpu_blocks).
+    """
+    cache = llm.llm_engine.vllm_config.cache_config
+    return (cache.num_gpu_blocks or 0) * cache.block_size

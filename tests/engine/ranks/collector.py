@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from megatron_sparse_rl.config import Config
@@ -157,15 +158,11 @@ def check_evaluation(config: Config, engine: Engine) -> list[Group]:
 
 
 def check_wrong_scorer(config: Config, engine: Engine) -> None:
-    """A scorer that loses a group is an error on every rank, not a smaller batch."""
+    """A scorer that loses a group is an error on every rank, not a smaller batch; nothing stays in flight."""
     broken = Collector(config, engine, Source(4), lambda groups: groups[1:])
-    try:
+    with pytest.raises(RuntimeError, match=r"return every group|another engine has failed"):
         broken.collect(1)
-    except RuntimeError as error:
-        message = str(error)
-    else:
-        message = ""
-    assert "return every group" in message, message
+    assert engine.in_flight == 0
     print("ok wrong scorer")
 
 
