@@ -1,7 +1,6 @@
-"""What is asked of an engine and what comes back: requests, seeds, token budgets, trajectories.
+"""What is asked of an engine and what comes back: requests, seeds, token budgets, stop ids.
 
-In: prompts and settings. Out: `SampleRequest`s whose seeds depend on the sample alone, never on the batch,
-the machine or the step, and `Trajectory`s made of what the engine returned.
+Seeds depend on the sample alone, never on the batch, the machine or the step.
 """
 
 import hashlib
@@ -14,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_sparse_rl.settings import SettingError
-from megatron_sparse_rl.trajectory import FinishReason, Prompt, Trajectory
+from megatron_sparse_rl.trajectory import FinishReason
 
 Purpose = Literal["train", "evaluate"]
 
@@ -65,43 +64,6 @@ def remaining_tokens(max_response_tokens: int, already: int) -> int:
             f"an answer has {already} tokens, outside 0..rollout.max_response_tokens={max_response_tokens}"
         )
     return max_response_tokens - already
-
-
-def group_requests(
-    prompt: Prompt,
-    samples: int,
-    *,
-    run_seed: int,
-    temperature: float,
-    max_tokens: int,
-    stop_token_ids: tuple[int, ...],
-    purpose: Purpose = "train",
-) -> list[SampleRequest]:
-    """The requests of all `samples` answers to one prompt, in order of their sample index."""
-    return [
-        SampleRequest(
-            request_id=f"{prompt.index}/{index}",
-            token_ids=prompt.token_ids,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=sample_seed(run_seed, prompt.index, index, purpose=purpose),
-            stop_token_ids=stop_token_ids,
-        )
-        for index in range(samples)
-    ]
-
-
-def to_trajectory(prompt: Prompt, sample_index: int, sampled: SampledTokens) -> Trajectory:
-    """The unscored trajectory of one finished sample."""
-    return Trajectory(
-        group_id=prompt.index,
-        sample_index=sample_index,
-        prompt_ids=prompt.token_ids,
-        response_ids=sampled.token_ids,
-        sampler_logprobs=sampled.logprobs,
-        policy_versions=sampled.policy_versions,
-        finish_reason=sampled.finish_reason,
-    )
 
 
 def read_stop_token_ids(folder: str | Path, extra: Sequence[int] = ()) -> tuple[int, ...]:

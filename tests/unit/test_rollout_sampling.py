@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_sparse_rl.rollout.open_group import OpenGroup, SamplingRule
 from megatron_sparse_rl.rollout.sampling import (
     SampledTokens,
-    group_requests,
     read_stop_token_ids,
     remaining_tokens,
     sample_seed,
-    to_trajectory,
 )
 from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.trajectory import Prompt
@@ -61,10 +60,10 @@ def test_remaining_tokens() -> None:
             remaining_tokens(128, wrong)
 
 
-def test_group_requests() -> None:
-    requests = group_requests(
-        PROMPT, 3, run_seed=9, temperature=0.6, max_tokens=32, stop_token_ids=(1, 3), purpose="evaluate"
-    )
+def test_requests_of_a_fresh_group() -> None:
+    rule = SamplingRule("evaluate", 9, 0.6, 32, (1, 3))
+    group = OpenGroup.fresh(PROMPT, 3)
+    requests = [group.request(index, rule) for index in group.unfinished]
     assert [request.request_id for request in requests] == ["7/0", "7/1", "7/2"]
     assert [request.seed for request in requests] == [
         sample_seed(9, 7, i, purpose="evaluate") for i in range(3)
@@ -75,7 +74,7 @@ def test_group_requests() -> None:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_to_trajectory_keeps_every_column_and_the_reason(reason: str) -> None:
+def test_a_finished_sample_keeps_every_column_and_the_reason(reason: str) -> None:
     sampled = SampledTokens(
         request_id="7/2",
         token_ids=np.array([9, 3]),
@@ -83,13 +82,17 @@ def test_to_trajectory_keeps_every_column_and_the_reason(reason: str) -> None:
         policy_versions=np.array([4, 4], dtype=np.int32),
         finish_reason=reason,  # type: ignore[arg-type]
     )
-    trajectory = to_trajectory(PROMPT, 2, sampled)
+    group = OpenGroup.fresh(PROMPT, 3).extended(2, sampled)
+    assert group.unfinished == (0, 1)
+    trajectory = group.trajectories[2]
     assert (trajectory.group_id, trajectory.sample_index, trajectory.finish_reason) == (7, 2, reason)
     assert trajectory.prompt_ids.tolist() == [5, 6, 8]
     assert trajectory.response_ids.tolist() == [9, 3]
     assert trajectory.sampler_logprobs.tolist() == [-0.5, -1.5]
     assert trajectory.policy_versions.tolist() == [4, 4]
     assert trajectory.reward is None
+    with pytest.raises(ValueError, match=r"samples \[0, 1\] are not finished"):
+        group.closed()
 
 
 def model_folder(folder: Path, *, config: object = None, generation: object = None, eos: bool = True) -> Path:
