@@ -13,13 +13,15 @@ def random_batch(
     longest: int = 9,
     seed: int = 0,
     masked: bool = True,
+    beginning: int = 0,
 ) -> TrajectoryBatch:
     """Groups of answers of random lengths (one of them a single token), with random log-probs, advantages
-    and masks."""
+    and masks; all prompts start with the same `beginning` tokens."""
     rng = np.random.default_rng(seed)
+    shared = rng.integers(0, vocab, beginning)
     trajectories, advantages, masks = [], [], []
     for group in range(groups):
-        prompt = rng.integers(0, vocab, rng.integers(2, 8))
+        prompt = np.concatenate([shared, rng.integers(0, vocab, rng.integers(2, 8))])
         for sample in range(samples):
             length = 1 if (group, sample) == (0, 1) else int(rng.integers(1, longest + 1))
             trajectories.append(

@@ -3,7 +3,8 @@ a prompt.
 
 In: queries, keys, values of a packed sequence and the `AttentionBlock`s that say what attends to what. Out:
 the attention output in packed order. It runs on any device torch has; Transformer Engine's own attention is
-used with its layers instead.
+used with its layers instead. Backward computes each block's attention again: queries, keys and values of the
+pack are all that is kept, and what is shared is neither copied for every segment nor padded in between.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 Span = tuple[int, int]
 
@@ -21,24 +23,24 @@ Span = tuple[int, int]
 @dataclass(frozen=True)
 class AttentionBlock:
     """Consecutive segments [start, stop) of the packed sequence that attend to themselves causally and, in
-    full, to `prefix`.
+    full, to the `context`, spans of the pack in the order of their positions.
 
-    `mask` is bool [longest, prefix + longest], True where a query may look; None for one segment without a
-    prefix, which is plainly causal. `rows` is int64 [segments, longest]: packed row of each padded
+    `mask` is bool [longest, context + longest], True where a query may look; None for one segment without
+    context, which is plainly causal. `rows` is int64 [segments, longest]: packed row of each padded
     position; None when all are equally long.
     """
 
-    prefix: Span | None
+    context: tuple[Span, ...]
     segments: tuple[Span, ...]
-    mask: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    rows: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    mask: Tensor | None = field(default=None, compare=False, repr=False)
+    rows: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.mask is not None or (self.prefix is None and len(self.segments) == 1):
+        if self.mask is not None or (not self.context and len(self.segments) == 1):
             return
         lengths = [stop - start for start, stop in self.segments]
         longest = max(lengths)
-        context = 0 if self.prefix is None else self.prefix[1] - self.prefix[0]
+        context = sum(stop - start for start, stop in self.context)
         object.__setattr__(
             self, "mask", torch.ones(longest, context + longest, dtype=torch.bool).tril(context)
         )
@@ -53,33 +55,97 @@ class AttentionBlock:
         move = {name: t.to(device) for name in ("mask", "rows") if (t := getattr(self, name)) is not None}
         return replace(self, **move)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Output [tokens of the block, heads, dim] for q [heads, T, dim] and k, v [kv_heads, T, dim] of
+    @property
+    def span(self) -> slice:
+        """The packed rows of all segments."""
+        return slice(self.segments[0][0], self.segments[-1][1])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Output [heads, tokens of the block, dim] for q [heads, T, dim] and k, v [kv_heads, T, dim] of
         the whole pack."""
-        first, last = self.segments[0][0], self.segments[-1][1]
-        if self.mask is None:
-            q, k, v = (x[None, :, first:last] for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-            return out[0].transpose(0, 1)
-        q, own_k, own_v = (self._rows_of(x, first, last) for x in (q, k, v))
-        k, v = self._with_prefix(k, own_k), self._with_prefix(v, own_v)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=True)
-        out = out.transpose(1, 2)  # [segments, longest, heads, dim]
-        if self.rows is None:
-            return out.flatten(0, 1)
-        return torch.cat([out[i, : stop - start] for i, (start, stop) in enumerate(self.segments)])
+        return self._to_pack(_attention(self._inputs(q, k, v), self.mask, scale))
 
-    def _rows_of(self, x: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """[segments, heads, longest, dim] from [heads, T, dim]."""
-        if self.rows is None:
-            return x[:, first:last].unflatten(1, (len(self.segments), -1)).transpose(0, 1)
-        return x[:, self.rows].transpose(0, 1)
+    def add_gradients(
+        self, grad_out: Tensor, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float | None
+    ) -> None:
+        """Add to the gradients of q, k and v (`grads`, at least float32) what the output's gradient
+        [heads, T, dim] gives them (`inputs`)."""
+        leaves = [x.detach().requires_grad_() for x in self._inputs(*inputs)]
+        with torch.enable_grad():
+            out = _attention(leaves, self.mask, scale)
+        found = torch.autograd.grad(out, leaves, self._segments_of(grad_out, padding=0.0).to(out.dtype))
+        for grad, own in zip(grads, found[:3], strict=True):
+            grad[:, self.span] += self._to_pack(own)
+        sizes = [stop - start for start, stop in self.context]
+        for grad, context in zip(grads[1:], found[3:], strict=False):
+            for (start, stop), part in zip(self.context, context.split(sizes, dim=1), strict=True):
+                grad[:, start:stop] += part
 
-    def _with_prefix(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        if self.prefix is None:
-            return own
-        prefix = x[None, :, self.prefix[0] : self.prefix[1]].expand(own.shape[0], -1, -1, -1)
-        return torch.cat([prefix, own], dim=2)
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """q, k, v of the segments, [segments, (kv_)heads, longest, dim], and, where there is a context, its
+        keys and values [kv_heads, context, dim]; in the precision to compute in."""
+        found = [self._segments_of(x) for x in (q, k, v)]
+        if self.context:
+            found += [torch.cat([x[:, start:stop] for start, stop in self.context], dim=1) for x in (k, v)]
+        return [_computed_in(x) for x in found]
+
+    def _segments_of(self, x: Tensor, padding: float | None = None) -> Tensor:
+        """[segments, heads, longest, dim] from [heads, T, dim]; padded positions hold `padding` if given."""
+        if self.rows is None:
+            return x[:, self.span].unflatten(1, (len(self.segments), -1)).transpose(0, 1)
+        padded = x[:, self.rows].transpose(0, 1)
+        if padding is not None:
+            for row, (start, stop) in zip(padded, self.segments, strict=True):
+                row[:, stop - start :] = padding
+        return padded
+
+    def _to_pack(self, x: Tensor) -> Tensor:
+        """[heads, tokens of the block, dim] from [segments, heads, longest, dim]."""
+        if self.rows is None:
+            return x.transpose(0, 1).flatten(1, 2)
+        lengths = (stop - start for start, stop in self.segments)
+        return torch.cat([row[:, :length] for row, length in zip(x, lengths, strict=True)], dim=1)
+
+
+def _computed_in(x: Tensor) -> Tensor:
+    """float32 for bfloat16 on a CPU: there torch's kernel takes half the time backward, and none more
+    forward."""
+    return x.float() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+
+
+def _attention(inputs: list[Tensor], mask: Tensor | None, scale: float | None) -> Tensor:
+    """[segments, heads, longest, dim] from `AttentionBlock._inputs`."""
+    q, k, v, *context = inputs
+    if context:
+        k, v = (
+            torch.cat([shared[None].expand(own.shape[0], -1, -1, -1), own], dim=2)
+            for shared, own in zip(context, (k, v), strict=True)
+        )
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+
+
+class _BlockAttention(torch.autograd.Function):
+    """All blocks of a pack. q [heads, T, dim], k and v [kv_heads, T, dim] -> [heads, T, dim]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, blocks, scale):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(q, k, v)
+        ctx.blocks, ctx.scale = blocks, scale
+        out = torch.empty_like(q)
+        for block in blocks:
+            out[:, block.span] = block.attend(q, k, v, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+        inputs = ctx.saved_tensors
+        # A prompt's keys collect the gradients of many blocks: bfloat16 would round after each.
+        grads = tuple(torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs)
+        for block in ctx.blocks:
+            block.add_gradients(grad_out, inputs, grads, ctx.scale)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)), None, None
 
 
 @dataclass
@@ -110,17 +176,17 @@ class PackedAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedBlocks | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """[T, 1, heads * dim] from query [T, 1, heads, dim] and key, value [T, 1, kv_heads, dim]."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params with the blocks of the packed sequence")
-        q, k, v = (x[:, 0].transpose(0, 1) for x in (query, key, value))
-        out = torch.cat([block.attend(q, k, v, self.scale) for block in packed_seq_params.blocks])
-        return out.reshape(query.shape[0], 1, -1)
+        q, k, v = (x.squeeze(1).transpose(0, 1) for x in (query, key, value))
+        out = _BlockAttention.apply(q, k, v, packed_seq_params.blocks, self.scale)
+        return out.transpose(0, 1).reshape(query.shape[0], 1, -1)

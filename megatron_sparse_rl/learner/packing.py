@@ -1,29 +1,37 @@
 """From a batch of trajectories to packed micro-batches: which rank, which micro-batch, which token where.
 
 In: a `TrajectoryBatch`. Out: `MicroBatch`es of plain CPU tensors. Sequences are concatenated without
-padding. With shared prompts, a prompt is packed once for all answers of its group: answers attend to the
-prompt and to themselves, which gives the same log-probs and gradients as packing every answer with its own
-copy. The last token of an answer predicts nothing and is not packed.
+padding. With shared prompts, a prompt is packed once for all answers of its group, and what all prompts of a
+micro-batch begin with (a system prompt, worked examples) once for all of them: answers attend to that
+beginning, to the rest of their prompt and to themselves, which gives the same log-probs and gradients as
+packing every answer with its own copy. The last token of an answer predicts nothing and is not packed.
 """
 
+import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatron_sparse_rl.kernels.policy_loss import LossColumns
-from megatron_sparse_rl.learner.attention import AttentionBlock
+from megatron_sparse_rl.learner.attention import AttentionBlock, Span
 from megatron_sparse_rl.trajectory import Trajectory, TrajectoryBatch
+
+SHORT = (
+    32  # tokens by which segments of one attention block may differ; padding so few costs less than a block
+)
 
 
 @dataclass(frozen=True)
 class Piece:
     """Trajectories (by index into the batch) that are packed behind one copy of their prompt, and the
-    tokens they take."""
+    tokens they take beside the first `common` ones, which all pieces of a micro-batch share."""
 
     indices: tuple[int, ...]
     tokens: int
+    common: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,25 +65,39 @@ class MicroBatch:
         )
 
 
+def common_prefix(prompts: Sequence[np.ndarray]) -> int:
+    """How many tokens all of two or more prompts begin with; each keeps at least its last token, whose row
+    predicts its answers."""
+    if len(prompts) < 2:
+        return 0
+    first = prompts[0]
+    length = min(map(len, prompts)) - 1
+    for prompt in prompts[1:]:
+        differing = np.flatnonzero(prompt[:length] != first[:length])
+        length = int(differing[0]) if len(differing) else length
+    return length
+
+
 def cut_pieces(batch: TrajectoryBatch, budget: int, share_prompts: bool) -> list[Piece]:
     """Cut every group into pieces of at most `budget` tokens; a single answer longer than that is a piece
     of its own."""
     groups: dict[int, list[int]] = defaultdict(list)
     for index, trajectory in enumerate(batch):
         groups[trajectory.group_id].append(index)
+    prompts = [batch.trajectories[members[0]].prompt_ids for members in groups.values()]
+    common = common_prefix(prompts) if share_prompts else 0
     pieces = []
-    for members in groups.values():
-        prompt = len(batch.trajectories[members[0]].prompt_ids)
+    for prompt, members in zip(prompts, groups.values(), strict=True):
         chosen: list[int] = []
-        tokens = prompt
+        tokens = len(prompt)
         for index in members:
             answer = batch.trajectories[index].length - 1
             if chosen and (not share_prompts or tokens + answer > budget):
-                pieces.append(Piece(tuple(chosen), tokens))
-                chosen, tokens = [], prompt
+                pieces.append(Piece(tuple(chosen), tokens - common, common))
+                chosen, tokens = [], len(prompt)
             chosen.append(index)
             tokens += answer
-        pieces.append(Piece(tuple(chosen), tokens))
+        pieces.append(Piece(tuple(chosen), tokens - common, common))
     return pieces
 
 
@@ -101,7 +123,7 @@ def _first_fit(pieces: list[Piece], budget: int) -> list[list[Piece]]:
         place = next((i for i, room in enumerate(free) if room >= piece.tokens), None)
         if place is None:
             bins.append([])
-            free.append(budget)
+            free.append(budget - piece.common)
             place = len(bins) - 1
         bins[place].append(piece)
         free[place] -= piece.tokens
@@ -114,13 +136,12 @@ def pack(
     """Lay `pieces` out one after another; T is padded to a multiple of `multiple` (sequence parallelism
     needs it)."""
     layout = _Layout()
-    for piece in pieces:
-        members = [batch.trajectories[i] for i in piece.indices]
-        if share_prompts:
-            layout.add_shared(members)
-        else:
-            for trajectory in members:
-                layout.add_single(trajectory)
+    chosen = [[batch.trajectories[i] for i in piece.indices] for piece in pieces]
+    if share_prompts:
+        layout.add_shared(chosen)
+    else:
+        for trajectory in itertools.chain.from_iterable(chosen):
+            layout.add_single(trajectory)
     layout.pad(multiple)
     indices = tuple(i for piece in pieces for i in piece.indices)
     return MicroBatch(
@@ -186,7 +207,7 @@ class _Layout:
         self.blocks: list[AttentionBlock] = []
         self.size = 0
 
-    def _append(self, ids: np.ndarray, first_position: int) -> tuple[int, int]:
+    def _append(self, ids: np.ndarray, first_position: int) -> Span:
         start = self.size
         self.tokens.append(np.asarray(ids, dtype=np.int64))
         self.positions.append(np.arange(first_position, first_position + len(ids), dtype=np.int64))
@@ -196,23 +217,46 @@ class _Layout:
     def add_single(self, trajectory: Trajectory) -> None:
         prompt = len(trajectory.prompt_ids)
         start, stop = self._append(np.concatenate([trajectory.prompt_ids, trajectory.response_ids[:-1]]), 0)
-        self.blocks.append(AttentionBlock(None, ((start, stop),)))
+        self.blocks.append(AttentionBlock((), ((start, stop),)))
         self.predict_rows.append(np.arange(start + prompt - 1, stop))
 
-    def add_shared(self, members: list[Trajectory]) -> None:
-        prompt = self._append(members[0].prompt_ids, 0)
-        self.blocks.append(AttentionBlock(None, (prompt,)))
-        segments = []
-        for trajectory in members:
-            start, stop = self._append(trajectory.response_ids[:-1], len(trajectory.prompt_ids))
-            self.predict_rows.append(np.concatenate([[prompt[1] - 1], np.arange(start, stop)]))
-            if stop > start:
-                segments.append((start, stop))
-        if segments:
-            self.blocks.append(AttentionBlock(prompt, tuple(segments)))
+    def add_shared(self, pieces: list[list[Trajectory]]) -> None:
+        """The beginning that all prompts share, the rest of each prompt, then each prompt's answers."""
+        prompts = [members[0].prompt_ids for members in pieces]
+        common = common_prefix(prompts)
+        beginning = self._append_segments((), [prompts[0][:common]], 0) if common else []
+        rests = self._append_segments(tuple(beginning), [prompt[common:] for prompt in prompts], common)
+        for members, rest in zip(pieces, rests, strict=True):
+            answers = [trajectory.response_ids[:-1] for trajectory in members]
+            spans = self._append_segments((*beginning, rest), answers, len(members[0].prompt_ids))
+            self.predict_rows += [np.concatenate([[rest[1] - 1], np.arange(*span)]) for span in spans]
+
+    def _append_segments(
+        self, context: tuple[Span, ...], segments: list[np.ndarray], first_position: int
+    ) -> list[Span]:
+        """Append segments that see `context` and themselves; their spans, in the order given.
+
+        They are laid out longest first and a block takes those of similar length, because a block computes
+        all as if they were as long as its first. Without context nothing is shared and each is a block.
+        """
+        spans: dict[int, Span] = {}
+        block: list[Span] = []
+        longest = 0
+        for number in sorted(range(len(segments)), key=lambda i: -len(segments[i])):
+            length = len(segments[number])
+            spans[number] = self._append(segments[number], first_position)
+            if block and (not context or longest - length > max(longest // 2, SHORT)):
+                self.blocks.append(AttentionBlock(context, tuple(block)))
+                block = []
+            if length:
+                longest = longest if block else length
+                block.append(spans[number])
+        if block:
+            self.blocks.append(AttentionBlock(context, tuple(block)))
+        return [spans[number] for number in range(len(segments))]
 
     def pad(self, multiple: int) -> None:
         """Also gives an empty layout one token, so that every rank has something to run."""
         missing = max(-self.size % multiple, multiple if self.size == 0 else 0)
         if missing:
-            self.blocks.append(AttentionBlock(None, (self._append(np.zeros(missing, np.int64), 0),)))
+            self.blocks.append(AttentionBlock((), (self._append(np.zeros(missing, np.int64), 0),)))

@@ -38,7 +38,7 @@ def run_case(case: dict, output: Path) -> None:
     config: Config = load_config(None, case["overrides"])
     rank, world = dist.get_rank(), dist.get_world_size()
     learner = Learner(config, read_architecture(case["folder"]), case["folder"], CPU)
-    batch = random_batch(masked=case.get("masked", True))
+    batch = random_batch(masked=case.get("masked", True), beginning=case.get("beginning", 0))
     logprobs = learner.logprobs(batch)
     batch = correct_batch(learner.with_logprobs(batch), config.algorithm.correction)
     stats, count = learner._forward_backward(batch)

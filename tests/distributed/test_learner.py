@@ -29,12 +29,12 @@ MODELS = [
 ]
 
 
-def expected(folder: str, overrides: list[str]) -> dict:
+def expected(folder: str, overrides: list[str], beginning: int = 0) -> dict:
     """Log-probs, mean gradients and statistics from a Transformers model, one unpacked sequence at a time,
     in float64."""
     config = load_config(None, overrides)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    batch = random_batch()
+    batch = random_batch(beginning=beginning)
     logprobs, entropies = [], []
     for trajectory in batch:
         ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.response_ids]])
@@ -82,8 +82,8 @@ def check(found: dict, wanted: dict, tolerance: float = 1e-5) -> None:
 
 
 def test_one_process_equals_transformers_for_every_family(checkpoint, tmp_path):
-    """Also: packing with and without shared prompts, many micro-batches, recomputation, all aggregations,
-    KL and entropy."""
+    """Also: packing with and without shared prompts, a beginning that all prompts share, many micro-batches,
+    recomputation, all aggregations, KL and entropy."""
     overrides = {
         "plain": BASE,
         "separate": [*BASE, "learner.share_prompts=never"],
@@ -101,9 +101,18 @@ def test_one_process_equals_transformers_for_every_family(checkpoint, tmp_path):
         {"name": name, "folder": checkpoint("llama", tied=True), "overrides": o}
         for name, o in overrides.items()
     ]
+    cases += [
+        {
+            "name": f"beginning-{name}",
+            "folder": checkpoint("qwen3", tied=True),
+            "beginning": 9,
+            "overrides": o,
+        }
+        for name, o in (("plain", BASE), ("many", overrides["many"]))
+    ]
     found = run(cases, 1, tmp_path, timeout=240)
     for case in cases:
-        check(found[case["name"]], expected(case["folder"], case["overrides"]))
+        check(found[case["name"]], expected(case["folder"], case["overrides"], case.get("beginning", 0)))
     assert found["many"]["micro_batches"] > 1
     assert found["one_each"]["micro_batches"] == 12
 
