@@ -4,6 +4,8 @@ In: requests. Out: tokens that say which sample, position and policy version the
 can check what became of them.
 """
 
+import time
+
 import numpy as np
 
 from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest
@@ -35,6 +37,7 @@ class SimulatedEngine:
 
     def advance(self) -> list[SampledTokens]:
         self.steps += 1
+        time.sleep(1e-4)  # a step takes time, in which other threads run
         finished = []
         for name, (request, tokens) in list(self._flying.items()):
             prompt, sample = map(int, name.split("/"))

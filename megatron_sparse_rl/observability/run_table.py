@@ -1,6 +1,6 @@
 """A run in one table: first, last and best values, evaluations, time and speed.
 
-In: a run's folder. Out: text on the console, and `reward_curve.png` beside the metrics.
+In: a run's folder. Out: text on the console, and pictures beside the metrics.
 """
 
 import math
@@ -15,6 +15,7 @@ from megatron_sparse_rl.observability.metrics import PASS_AT_1
 from megatron_sparse_rl.observability.records import RunRecordError
 from megatron_sparse_rl.observability.report import draw_reward_curve
 from megatron_sparse_rl.observability.run_record import RunRecord, read_run
+from megatron_sparse_rl.observability.timeline import draw_timeline, read_timeline
 
 METRICS = (
     "reward/mean",
@@ -33,7 +34,8 @@ HIGHEST_IS_BEST = {"reward/mean", "throughput/rollout_tokens_per_s", "throughput
 
 
 def report_run(run_dir: Path, console: Console) -> Path:
-    """Print the table of the run in `run_dir` and draw its `reward_curve.png`; returns the picture's path.
+    """Print the table of the run in `run_dir`, draw its `reward_curve.png` and, where requests were recorded,
+    `timeline.png`; returns the path of the first.
 
     Raises RunRecordError for a folder that is missing, is no run's, or holds a damaged metrics file.
     """
@@ -48,6 +50,9 @@ def report_run(run_dir: Path, console: Console) -> Path:
     picture = run_dir / "reward_curve.png"
     draw_reward_curve(metrics_path, picture)
     console.print(f"drew {picture}", soft_wrap=True)
+    if steps := read_timeline(run_dir):
+        draw_timeline(steps, run_dir / "timeline.png")
+        console.print(f"drew {run_dir / 'timeline.png'}", soft_wrap=True)
     return picture
 
 

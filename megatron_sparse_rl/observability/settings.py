@@ -11,4 +11,10 @@ class ObservabilitySettings:
     samples_per_step: int = setting(
         4, "Sampled texts kept a step, in <output_dir>/samples.jsonl and TensorBoard.", ge=0
     )
+    timeline_steps: int = setting(
+        10,
+        "Last steps whose requests are kept in <output_dir>/timeline, for the picture of what ran when.",
+        unit="steps",
+        ge=0,
+    )
     progress: bool = setting(True, "One line a step on the console, and a progress bar on a terminal.")

@@ -193,7 +193,8 @@ class Collector:
         work = WorkList(self.buffer.take_open(), self._prompts, rollout.samples_per_group)
         slots = max(1, self.concurrency // engines + (self._engine.index < self.concurrency % engines))
         rounds = 1 + (self._config.algorithm.dynamic_sampling_rounds if self._has_signal else 0)
-        most = wanted * rounds + math.ceil(self.concurrency / rollout.samples_per_group) + engines
+        # Open groups have a request in flight or are the one that waits, so more than this cannot begin.
+        most = wanted * rounds + self.concurrency + engines
         plan = StagePlan(
             self._rule("train", rollout.temperature), wanted - len(complete), most, most, slots, due
         )
@@ -282,7 +283,7 @@ class _Tally:
         counters["prompts_drawn"] += fresh
         counters["rounds"] += 1
         counters["tokens_generated"] += sum(item.tokens for item in shares)
-        counters["requests_resumed"] += sum(span.resumed for span in spans)
+        counters["requests_resumed"] += sum(span.begun_version < span.version for span in spans)
         for name in ("generating", "scoring", "polling", "idle"):
             counters[f"seconds_{name}"] += max(getattr(item, name) for item in shares)
         self._occupied += sum(item.occupancy for item in shares)

@@ -19,7 +19,7 @@ from megatron_sparse_rl.rollout.coordination import EngineRanks, StageCounters, 
 from megatron_sparse_rl.rollout.open_group import OpenGroup, SamplingRule
 from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest
 from megatron_sparse_rl.rollout.work import WorkList
-from megatron_sparse_rl.trajectory import Group
+from megatron_sparse_rl.trajectory import Group, Trajectory
 
 Score = Callable[[list[Group]], list[Group]]
 HasSignal = Callable[[np.ndarray], bool]
@@ -69,7 +69,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Span:
-    """One request in flight: its slot, seconds from the stage's begin to its start and end, its tokens."""
+    """One request in flight: its slot, seconds from the stage's begin to its start and end, its tokens.
+
+    `version` is the policy it was sampled with, `begun_version` that of the answer's first token.
+    """
 
     engine: int
     slot: int
@@ -79,7 +82,7 @@ class Span:
     end: float
     tokens: int
     version: int
-    resumed: bool
+    begun_version: int
 
 
 @dataclass
@@ -138,8 +141,9 @@ class Stage:
         self._groups: dict[int, tuple[int, OpenGroup]] = {}  # by prompt index: (ticket, group)
         self._waiting: deque[tuple[int, int]] = deque()  # (prompt index, sample) not submitted yet
         self._free_slots = list(range(plan.slots))[::-1]
-        self._flying: dict[str, tuple[int, int, int, float, bool]] = {}
+        self._flying: dict[str, tuple[int, int, int, float]] = {}  # prompt index, sample, slot, start
         self._ticket: int | None = None  # drawn, but not allowed to begin yet
+        self._last = -1  # the last ticket drawn
         self._share = StageShare(plan.slots)
         self._finished_answers = 0
         self._error: Exception | None = None
@@ -208,22 +212,19 @@ class Stage:
         """Enough groups are complete, or no more come: all that may begin, or all there are, are closed."""
         if totals.complete >= self._plan.target and totals.due >= self._plan.due:
             return True
-        end = self._limit(totals) if self._work.end is None else self._work.end
-        return totals.closed >= min(end, self._limit(totals))
+        end = self._limit(totals)
+        return totals.closed >= (end if self._work.end is None else min(end, self._work.end))
 
     def _limit(self, totals: Totals) -> int:
-        """Tickets that may begin: groups of earlier stages, new prompts, replacements of filtered ones.
-
-        Once enough groups are complete and only old ones are waited for, no new prompt begins.
-        """
-        if totals.complete >= self._plan.target:
-            return self._work.resumed
+        """Tickets that may begin: groups of earlier stages, new prompts, replacements of filtered ones."""
         return self._work.resumed + min(self._plan.fresh + totals.filtered, self._plan.most_fresh)
 
     def _next_ticket(self, totals: Totals) -> int | None:
+        """A ticket to begin now. Below the limit every one that is drawn is begun: tickets leave no gap."""
         if self._ticket is None:
-            self._ticket = self._counters.draw()
-        # Below the limit every ticket is begun, by this engine or another, so drawing up to it is right.
+            if totals.complete >= self._plan.target and self._last + 1 >= self._plan.due:
+                return None  # only groups that are begun already are waited for
+            self._ticket = self._last = self._counters.draw()
         last = min(self._ticket, self._limit(totals) - 1)
         if not self._work.has(last) or last < self._ticket:
             return None
@@ -244,9 +245,8 @@ class Stage:
             group = self._groups[index][1]
             request = group.request(sample, self._plan.rule)
             self._engine.submit(request)
-            resumed = group.trajectories[sample].length > 0
             now = time.perf_counter() - self._began
-            self._flying[request.request_id] = (index, sample, self._free_slots.pop(), now, resumed)
+            self._flying[request.request_id] = (index, sample, self._free_slots.pop(), now)
 
     def _step(self) -> None:
         """One engine step, or a short wait where nothing is in flight."""
@@ -267,18 +267,13 @@ class Stage:
 
     def _take(self, sampled: SampledTokens) -> None:
         """Put what the engine returned where it belongs; a group whose last sample this was is scored."""
-        index, sample, slot, start, resumed = self._flying.pop(sampled.request_id)
+        index, sample, slot, start = self._flying.pop(sampled.request_id)
         ticket, group = self._groups[index]
         group = group.extended(sample, sampled)
         self._groups[index] = (ticket, group)
         self._free_slots.append(slot)
-        tokens = len(sampled.token_ids)
-        self._share.tokens += tokens
-        end = time.perf_counter() - self._began
-        version = self._engine.version
-        self._share.spans.append(
-            Span(self._engine.index, slot, index, sample, start, end, tokens, version, resumed)
-        )
+        self._share.tokens += len(sampled.token_ids)
+        self._share.spans.append(self._span(group.trajectories[sample], slot, start, len(sampled.token_ids)))
         if sampled.finish_reason == "partial":
             return
         self._finished_answers += 1
@@ -286,6 +281,20 @@ class Stage:
             del self._groups[index]
             if self._engine.is_leader:
                 self._scoring.submit(ticket, group.closed())
+
+    def _span(self, answer: Trajectory, slot: int, start: float, tokens: int) -> Span:
+        version = self._engine.version
+        return Span(
+            engine=self._engine.index,
+            slot=slot,
+            group=answer.group_id,
+            sample=answer.sample_index,
+            start=start,
+            end=time.perf_counter() - self._began,
+            tokens=tokens,
+            version=version,
+            begun_version=int(answer.policy_versions[0]) if answer.length else version,
+        )
 
     def _close(self) -> StageShare:
         """Take back what is in flight, wait for the scores, and hand over."""

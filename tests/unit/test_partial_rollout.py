@@ -14,7 +14,7 @@ from megatron_sparse_rl.rollout.buffer import TrajectoryBuffer
 from megatron_sparse_rl.rollout.collector import Collector, Rollout
 from megatron_sparse_rl.rollout.coordination import DealtCounters, StageCounters, Totals
 from megatron_sparse_rl.rollout.open_group import OpenGroup, SamplingRule, oldest_version
-from megatron_sparse_rl.rollout.scheduler import Scoring, Stage, StagePlan
+from megatron_sparse_rl.rollout.scheduler import Scoring, Stage, StagePlan, StageShare
 from megatron_sparse_rl.rollout.work import WorkList
 from megatron_sparse_rl.trajectory import Group
 from tests.simulated_engine import (
@@ -189,7 +189,7 @@ def test_the_oldest_groups_are_trained_first_and_spans_tell_what_ran():
         assert not later or max(order) < min(later)
         assert sum(span.tokens for span in rollout.spans) == rollout.counters["tokens_generated"]
         assert {span.slot for span in rollout.spans} <= set(range(9))
-        assert sum(span.resumed for span in rollout.spans) == rollout.counters["requests_resumed"]
+        assert sum(s.begun_version < s.version for s in rollout.spans) == rollout.counters["requests_resumed"]
         by_slot: dict[int, float] = {}
         for span in rollout.spans:
             assert span.start >= by_slot.get(span.slot, 0.0), "two requests in one slot at one time"
@@ -242,15 +242,20 @@ class Alone:
         return decide()
 
 
-def run_engines(plan: StagePlan, engines: int, total: int | None, *, dealt: bool, resumed=()) -> tuple:  # type: ignore[no-untyped-def]
-    """One stage on several engines in threads; (shares, work lists)."""
-    store, shares, works = SharedStore(), {}, {}
+def run_engines(  # type: ignore[no-untyped-def]
+    plan: StagePlan, engines: int, total: int | None, *, dealt: bool, resumed=()
+) -> list[StageShare]:
+    """One stage on several engines in threads."""
+    store, shares = SharedStore(), {}
 
     def run(index: int) -> None:
         engine = SimulatedEngine(long_tailed(5), index=index, count=engines)
         counters = DealtCounters(store, "s", index, engines) if dealt else StageCounters(store, "s")
-        works[index] = WorkList(resumed, Prompts(total), 3)
-        stage = Stage(plan, works[index], engine, Alone(), counters, Scoring(scored), has_signal)
+        prompts = Prompts(total)
+        prompts.taken = len(resumed)
+        stage = Stage(
+            plan, WorkList(resumed, prompts, 3), engine, Alone(), counters, Scoring(scored), has_signal
+        )
         shares[index] = stage.run()
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(engines)]
@@ -259,7 +264,7 @@ def run_engines(plan: StagePlan, engines: int, total: int | None, *, dealt: bool
     for thread in threads:
         thread.join(timeout=30)
     assert len(shares) == engines, "an engine did not come to an end"
-    return [shares[i] for i in range(engines)], [works[i] for i in range(engines)]
+    return [shares[i] for i in range(engines)]
 
 
 @hypothesis_settings(max_examples=25, deadline=None)
@@ -274,7 +279,7 @@ def test_engines_share_the_work_without_gaps(engines, total, target, dealt, slot
     rule = SamplingRule("train", 0, 1.0, LIMIT, (1,))
     fresh = target if dealt else target + 20
     plan = StagePlan(rule, 10**6 if dealt else target, fresh, fresh if dealt else fresh + 20, slots)
-    shares, _ = run_engines(plan, engines, total, dealt=dealt)
+    shares = run_engines(plan, engines, total, dealt=dealt)
     begun = max(share.handed_out for share in shares)
     groups = [g.prompt.index for share in shares for g in [*share.complete, *share.open]]
     filtered = sum(share.filtered for share in shares)
@@ -287,6 +292,22 @@ def test_engines_share_the_work_without_gaps(engines, total, target, dealt, slot
         assert not any(share.open for share in shares)
     elif total is None:
         assert complete >= target
+
+
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(engines=st.integers(1, 4), due=st.integers(0, 6), target=st.integers(-2, 6), slots=st.integers(1, 8))
+def test_due_groups_of_earlier_stages_are_closed_and_little_else_is_begun(engines, due, target, slots):
+    resumed = [OpenGroup.fresh(prompt, 3) for prompt in Prompts().take(6)]
+    plan = StagePlan(SamplingRule("train", 0, 1.0, LIMIT, (1,)), target, 30, 30, slots, due)
+    shares = run_engines(plan, engines, None, dealt=False, resumed=resumed)
+    begun = max(share.handed_out for share in shares)
+    groups = [g.prompt.index for share in shares for g in [*share.complete, *share.open]]
+    filtered = sum(share.filtered for share in shares)
+    assert len(set(groups)) == len(groups)
+    assert len(groups) + filtered == begun
+    assert not {g.prompt.index for share in shares for g in share.open} & set(range(due))
+    if target <= 0:
+        assert begun <= due + engines * (slots + 1)
 
 
 def test_an_engine_that_fails_stops_the_others():
