@@ -6,6 +6,7 @@ more groups than are wanted; a partial one (CoPRIS, arXiv 2511.05589, section 3)
 engine busy and stops with requests in flight.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,9 @@ HasSignal = Callable[[np.ndarray], bool]
 Progress = Callable[[int, int], None]  # (tokens sampled so far, answers finished so far)
 
 IDLE_S = 0.002  # between two looks at the counters while nothing is in flight
+# Decisions between a group's end and the one that needs its score: what a stage does then depends on the
+# engine's steps alone and not on how long the scorer took, which meanwhile runs beside the engine.
+SCORE_LAG = 8
 
 
 class Sampler(Protocol):
@@ -145,7 +149,9 @@ class Stage:
         self._ticket: int | None = None  # drawn, but not allowed to begin yet
         self._last = -1  # the last ticket drawn
         self._share = StageShare(plan.slots)
+        self._finished: list[int] = []  # tickets of groups closed here and not reported
         self._finished_answers = 0
+        self._decisions = 0
         self._error: Exception | None = None
 
     def run(self) -> StageShare:
@@ -182,6 +188,7 @@ class Stage:
     def _decide(self) -> _Decision:
         """The leader's next move: stop, or which tickets to begin."""
         began = time.perf_counter()
+        self._decisions += 1
         totals = self._report()
         if totals.failed:
             raise RuntimeError("another engine has failed; its own message says why")
@@ -197,8 +204,17 @@ class Stage:
 
     def _report(self) -> Totals:
         """Tell the other engines which groups were closed here since the last time."""
+        if self._has_signal is None:
+            tickets, self._finished = self._finished, []
+            return self._counters.report(len(tickets), 0, sum(t < self._plan.due for t in tickets))
+        return self._counters.report(*self._judge(self._decisions - SCORE_LAG))
+
+    def _judge(self, until: float) -> tuple[int, int, int]:
+        """Take the scores of groups that were finished before decision `until`; how many of them count, how
+        many were filtered, how many were due.
+        """
         complete = filtered = due = 0
-        for ticket, group in self._scoring.take():
+        for ticket, group in self._scoring.take(until):
             if self._has_signal is None or self._has_signal(group.rewards):
                 self._share.complete.append(group)
                 complete += 1
@@ -206,7 +222,7 @@ class Stage:
                 filtered += 1
             due += ticket < self._plan.due
         self._share.filtered += filtered
-        return self._counters.report(complete, filtered, due)
+        return complete, filtered, due
 
     def _is_over(self, totals: Totals) -> bool:
         """Enough groups are complete, or no more come: all that may begin, or all there are, are closed."""
@@ -279,8 +295,9 @@ class Stage:
         self._finished_answers += 1
         if not group.unfinished:
             del self._groups[index]
+            self._finished.append(ticket)
             if self._engine.is_leader:
-                self._scoring.submit(ticket, group.closed())
+                self._scoring.submit(ticket, group.closed(), self._decisions)
 
     def _span(self, answer: Trajectory, slot: int, start: float, tokens: int) -> Span:
         version = self._engine.version
@@ -302,8 +319,7 @@ class Stage:
             self._take(sampled)
         self._share.open = [group for _, group in self._groups.values()]
         if self._engine.is_leader:
-            self._scoring.wait()
-            self._report()
+            self._judge(math.inf)
             self._share.scoring = self._scoring.seconds
         return self._share
 
@@ -317,29 +333,28 @@ class Scoring:
     def __init__(self, score: Score) -> None:
         self._score = score
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scoring")
-        self._running: deque[tuple[int, Future[Group]]] = deque()
+        self._running: deque[tuple[int, Future[Group], int]] = deque()
         self.seconds = 0.0
 
-    def submit(self, ticket: int, group: Group) -> None:
-        self._running.append((ticket, self._thread.submit(self._scored, group)))
+    def submit(self, ticket: int, group: Group, now: int) -> None:
+        """Have a group scored that was finished at decision `now`."""
+        self._running.append((ticket, self._thread.submit(self._scored, group), now))
 
-    def take(self) -> list[tuple[int, Group]]:
-        """Groups scored since the last call, in the order of submission; raises what the scorer raised."""
+    def take(self, until: float) -> list[tuple[int, Group]]:
+        """Groups finished at decision `until` or before, scored, in order; waits for their scores. Raises
+        what the scorer raised.
+        """
         done = []
-        while self._running and self._running[0][1].done():
-            ticket, future = self._running.popleft()
+        while self._running and self._running[0][2] <= until:
+            ticket, future, _ = self._running.popleft()
             done.append((ticket, future.result()))
         return done
 
-    def wait(self) -> None:
-        """Until everything submitted is scored; errors are raised by `take`."""
-        wait([future for _, future in self._running])
-
     def forget(self) -> None:
         """Drop what was submitted and not taken; returns when the scorer is not running any more."""
-        for _, future in self._running:
+        for _, future, _ in self._running:
             future.cancel()
-        self.wait()
+        wait([future for _, future, _ in self._running])
         self._running.clear()
         self.seconds = 0.0
 

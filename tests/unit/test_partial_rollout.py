@@ -1,6 +1,7 @@
 """Partial rollouts on simulated engines: no sample is lost, doubled, too long or too old; runs end."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -196,6 +197,29 @@ def test_the_oldest_groups_are_trained_first_and_spans_tell_what_ran():
             by_slot[span.slot] = span.end
         engine.version += 1
     assert 0 < rollout.counters["utilisation"] <= 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_engine_does_the_same_however_long_scoring_takes(dynamic):
+    """What is begun, finished and left open follows from the engine's steps alone."""
+    runs = []
+    for delay in (0.0, 0.003):
+
+        def slowly(groups, delay=delay):  # type: ignore[no-untyped-def]
+            time.sleep(delay)
+            return scored(groups)
+
+        config = configuration(partial={"concurrency": 12}, dynamic=dynamic)
+        engine = SimulatedEngine(long_tailed(7))
+        collector = Collector(config, engine, Prompts(), slowly, has_signal=has_signal if dynamic else None)
+        seen = []
+        for step in range(5):
+            rollout = collector.collect(step)
+            seen.append([group.prompt.index for group in rollout.groups])
+            seen.append([[t.length for t in group.trajectories] for group in collector.buffer.open])
+            engine.version += 1
+        runs.append((seen, engine.steps))
+    assert runs[0] == runs[1]
 
 
 def test_old_groups_hold_the_stage_open_or_are_restarted():
