@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sparse_rl.kernels.logprobs import VocabularyShard, linear_logprobs
 from megatron_sparse_rl.learner.attention import AttentionBlock, PackedAttention, PackedBlocks
+from megatron_sparse_rl.learner.layers import RMSNorm, SwiGLU
 from megatron_sparse_rl.learner.packing import MicroBatch
 from megatron_sparse_rl.learner.parallel import Coordinates
 from megatron_sparse_rl.learner.settings import LearnerSettings, ParallelSettings
@@ -61,18 +62,6 @@ def shares_prompts(settings: LearnerSettings, layers: Layers) -> bool:
             "sequences; use share_prompts=auto or never"
         )
     return layers == "local" and settings.share_prompts != "never"
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm for the local layers that also works under sequence parallelism.
-
-    Its weight carries the `sequence_parallel` mark by which Megatron sums its gradient over the
-    tensor-parallel group.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class RotaryFrequencies(torch.nn.Module):
@@ -260,6 +249,7 @@ def transformer_config(
         apply_rope_fusion=False,  # rows carry their own angles
         persist_layer_norm=fused,
         bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # with the local layers: take the activation from the layer spec
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -279,6 +269,7 @@ def _block_spec(
     layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if arch.qk_norm:
