@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -55,11 +56,13 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-class SwiGLU(torch.nn.Module):
-    """silu(gate) * up for [..., gate | up]; takes the place of Megatron's unfused activation."""
+class SwiGLU(MegatronModule):
+    """silu(gate) * up for [..., gate | up]; takes the place of Megatron's unfused activation, and is part of
+    its checkpoints, as which it holds nothing.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+        super().__init__(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., n] from [..., 2n]."""
