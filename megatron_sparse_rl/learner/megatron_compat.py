@@ -6,13 +6,12 @@ learner call runs in: with a CUDA device it does nothing; without one it redirec
 the CPU and restores them at exit, since the rollout engine lives in the same process.
 
 Upstream places (megatron/core/...):
-  - tensor_parallel/random.py: `_get_cuda_rng_state`, `_set_cuda_rng_state`, and
-  `torch.cuda.get_rng_state/manual_seed` in
-    `CudaRNGStatesTracker.add`; `CheckpointFunction.backward` (torch pops function modes while backward runs)
+  - tensor_parallel/random.py: `_get_cuda_rng_state` and `_set_cuda_rng_state`; `torch.cuda.get_rng_state`
+    and `manual_seed` in `CudaRNGStatesTracker.add`; `CheckpointFunction.backward`, because torch leaves
+    function modes while backward runs
   - optimizer/clip_grads.py, optimizer/optimizer.py, pipeline_parallel/schedules.py: `device='cuda'`
-  literals, `.cuda()`,
-    and tests of `Tensor.type()` against 'torch.cuda.*Tensor'
-  - everywhere: `torch.cuda.current_device()`, `torch.cuda.synchronize()`, `torch.cuda.current_stream()`
+    literals, `.cuda()`, and tests of `Tensor.type()` against 'torch.cuda.*Tensor'
+  - everywhere: `torch.cuda.current_device()` and `torch.cuda.synchronize()`
 """
 
 import contextlib
@@ -51,8 +50,6 @@ class _CudaToCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
         return func(*args, **kwargs)
 
 
@@ -65,16 +62,6 @@ def _is_cuda(device: Any) -> bool:
 def _called_by_megatron() -> bool:
     frame = sys._getframe(2)
     return frame.f_globals.get("__name__", "").startswith("megatron.core")
-
-
-class _NoStream:
-    """Stands in for a CUDA stream: work on a CPU is in order already."""
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
 
 
 def _substitutes() -> list[tuple[Any, str, Any]]:
@@ -93,7 +80,6 @@ def _substitutes() -> list[tuple[Any, str, Any]]:
     return [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", lambda device=None: None),
-        (torch.cuda, "current_stream", lambda device=None: _NoStream()),
         (torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state()),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),

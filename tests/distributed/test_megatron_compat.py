@@ -100,7 +100,7 @@ def use_as_megatron_does(before: list[tuple[object, str, object]]) -> None:
         assert all(owner.__dict__[name] is not original for owner, name, original in before)
         assert torch.cuda.current_device() == CPU
         torch.cuda.synchronize()
-        for made in (torch.zeros(1, device="cuda"), torch.zeros(1).to(CUDA), torch.zeros(1).cuda()):
+        for made in (torch.zeros(1, device="cuda"), torch.zeros(1, device=CUDA), torch.zeros(1).cuda()):
             assert made.device == CPU
         assert torch.zeros(1).type() == "torch.FloatTensor", "only megatron asks for a CUDA type"
         raise ZeroDivisionError
