@@ -40,6 +40,9 @@ Overrides = Annotated[
 ShowConfig = Annotated[
     bool, typer.Option("--show-config", help="Print every setting of the run as YAML, checked, and exit.")
 ]
+ExportFolder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", show_default=False, help="New folder for the exported model.")
+]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The output_dir of a run.")
 ]
@@ -102,6 +105,25 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, show_config: ShowC
 
 
 @app.command()
+def export(
+    config: ConfigFile, folder: ExportFolder, overrides: Overrides = None, show_config: ShowConfig = False
+) -> None:
+    """Write the run's newest checkpoint to FOLDER as a Hugging Face model, which Transformers and vLLM load.
+
+    CONFIG is that of the run. Processes are started as for `train`, in any layout that the model fits into.
+
+    Examples:
+
+    - `megatron-sparse-rl export run.yaml models/mine`
+
+    - `megatron-sparse-rl export run.yaml models/mine export.precision=bf16`
+    """
+    if folder.exists():
+        raise SettingError(f"export.folder={str(folder)!r} exists; remove it or give another name")
+    _run("export", config, [f"export.folder={folder}", *(overrides or [])], show_config)
+
+
+@app.command()
 def report(run_dir: RunFolder) -> None:
     """Print what a run has achieved so far, and draw its `reward_curve.png`.
 
@@ -148,7 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_refuse(error))
 
 
-def _run(command: Literal["train", "eval"], path: Path, overrides: list[str], show_config: bool) -> None:
+def _run(
+    command: Literal["train", "eval", "export"], path: Path, overrides: list[str], show_config: bool
+) -> None:
     from megatron_sparse_rl.config import load_config, to_yaml
 
     config = load_config(path, overrides)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_sparse_rl.config import Config, load_config
 from megatron_sparse_rl.observability.logs import configure_logging
+from megatron_sparse_rl.output_folder import check_output_folder
 from megatron_sparse_rl.placement import (
     Placement,
     check_layout,
@@ -46,9 +47,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Command = Literal["train", "eval"]
-ENTRY = "megatron_sparse_rl.trainer"
-FUNCTIONS: dict[Command, str] = {"train": "train", "eval": "evaluate"}
+Command = Literal["train", "eval", "export"]
+ENTRIES: dict[Command, str] = {
+    "train": "megatron_sparse_rl.trainer",
+    "eval": "megatron_sparse_rl.trainer",
+    "export": "megatron_sparse_rl.conversion",
+}
+FUNCTIONS: dict[Command, str] = {"train": "train", "eval": "evaluate", "export": "export"}
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,22 @@ class ProcessContext:
 
 
 def run(
-    command: Command, config: Config, config_path: str, overrides: Sequence[str], *, entry: str = ENTRY
+    command: Command,
+    config: Config,
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    entry: str | None = None,
 ) -> int:
     """Do `command` with as many processes as the run needs; returns the exit status.
 
     `config` is what `config_path` and `overrides` say; ranks started here read them again. `entry` names
-    the module whose `train` or `evaluate` each rank calls. Status: 0 success, 2 a setting that cannot run,
-    1 any other failure, 128 + n ended by signal n. The reason has been printed.
+    the module whose function each rank calls, None for the command's own. Status: 0 success, 2 a setting
+    that cannot run, 1 any other failure, 128 + n ended by signal n. The reason has been printed.
     """
+    entry = entry or ENTRIES[command]
     try:
+        check_output_folder(command, config)
         placement = read_placement(os.environ)
         if placement is None:
             return _start(command, config, config_path, overrides, entry)
@@ -84,7 +96,7 @@ def run(
     return _run_rank(command, config, placement, entry)
 
 
-def worker(command: Command, config: Config, *, entry: str = ENTRY) -> None:
+def worker(command: Command, config: Config, *, entry: str) -> None:
     """One rank's whole life: join the others, do the command, leave."""
     context = initialise_process(config)
     import torch.distributed as dist

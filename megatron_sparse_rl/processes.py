@@ -88,8 +88,11 @@ def record_failure(error: BaseException) -> bool:
         "setting_error": str(error) if isinstance(error, SettingError) else None,
         "monotonic_ns": time.monotonic_ns(),
     }
-    with open(path, "w", encoding="utf-8") as file:
+    # In one rename: another rank's failure may end this process at any moment, and half a record hides both.
+    beside = f"{path}.{os.getpid()}"
+    with open(beside, "w", encoding="utf-8") as file:
         json.dump(told, file)
+    os.replace(beside, path)
     return True
 
 

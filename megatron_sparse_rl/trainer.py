@@ -7,9 +7,11 @@ metrics and a summary below `output_dir`.
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
@@ -27,15 +29,19 @@ from megatron_sparse_rl.observability.metrics import (
     evaluation_metrics,
     policy_metrics,
     rollout_metrics,
+    staleness_metrics,
     throughput_metrics,
 )
 from megatron_sparse_rl.observability.observer import Observer, sample_texts
 from megatron_sparse_rl.observability.progress import RolloutProgress
 from megatron_sparse_rl.observability.report import draw_reward_curve
 from megatron_sparse_rl.observability.run_record import write_summary
+from megatron_sparse_rl.observability.timeline import Timeline
 from megatron_sparse_rl.rewards.pool import RewardPool
+from megatron_sparse_rl.rollout.buffer import TrajectoryBuffer
 from megatron_sparse_rl.rollout.collector import Collector, Rollout
 from megatron_sparse_rl.rollout.engine import Engine
+from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.weights.architecture import read_architecture
 from megatron_sparse_rl.weights.default_model import resolve_model
 from megatron_sparse_rl.weights.layouts import check_layouts
@@ -66,7 +72,14 @@ class Trainer:
         self.output = Path(config.output_dir)
         self.step = 0
         self.scoring: dict[str, int] = {}
-        self.record: dict[str, Any] = {"seconds": 0.0, "pass_at_1_before": None, "entropy_last": None}
+        self.saved_step = 0
+        self.record: dict[str, Any] = {
+            "seconds": 0.0,
+            "evaluated_step": None,
+            "pass_at_1_before": None,
+            "pass_at_1_last": None,
+            "entropy_last": None,
+        }
         folder = resolve_model(config.model)
         arch = read_architecture(folder)
         check_layouts(arch, config.parallel, config.rollout.tensor)
@@ -75,6 +88,7 @@ class Trainer:
             config.data, self.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens, seed=config.seed
         )
         self.rewards = RewardPool(config.reward)
+        self.buffer = TrajectoryBuffer()
         self.learner = Learner(config, arch, folder, context.device)
         self.checkpoints = Checkpoints(config.checkpoint, self.output, self.learner)
         self._resume()
@@ -86,6 +100,7 @@ class Trainer:
             config,
             self.engine,
             self.prompts,
+            self.buffer,
             lambda groups: self.rewards.score(groups, self.decode),
             has_signal=has_signal if config.algorithm.dynamic_sampling else None,
             progress=self.progress,
@@ -93,7 +108,8 @@ class Trainer:
         self.observer = Observer(
             config.observability, self.output, rank=context.rank, total_steps=config.steps
         )
-        self._write_config()
+
+        self.timeline = Timeline(self.output, config.observability.timeline_steps)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -105,14 +121,11 @@ class Trainer:
     def run(self) -> None:
         """The loop. Before it the weights go to the engine, so that a resumed run never samples from stale
         ones."""
-        self.colocation.publish(self.step)
+        self._begin()
         self._evaluate_before()
         self.ledger.begin_step()
         for step in self.remaining_steps():
             rollout = self._roll_out(step)
-            if not rollout.groups and rollout.exhausted:
-                logger.warning("the training problems are exhausted: the run ends after step %d", self.step)
-                break
             batch = prepare(rollout.groups, self.config.algorithm, self.config.rollout.max_response_tokens)
             with self.ledger.phase("learn"), self.colocation.learning():
                 result = self.learner.update(batch)
@@ -120,13 +133,21 @@ class Trainer:
                 self.colocation.publish(step)
             self.step = step
             self._observe(rollout, result)
-            self._evaluate_if_due()
-            self._save_if_due()
+            self._evaluate_and_save(last=step == self.config.steps or self.collector.exhausted)
         self._finish()
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps are counted from 1; step k trains on what policy version k - 1 sampled."""
-        yield from range(self.step + 1, self.config.steps + 1)
+        """Steps are counted from 1; step k trains on what policy version k - 1 sampled. They end early when
+        the data does."""
+        for step in range(self.step + 1, self.config.steps + 1):
+            if self.collector.exhausted:
+                logger.warning(
+                    "the training problems are exhausted: the run ends after %d of %d steps",
+                    self.step,
+                    self.config.steps,
+                )
+                return
+            yield step
 
     def _roll_out(self, step: int) -> Rollout:
         settings = self.config.rollout
@@ -159,17 +180,13 @@ class Trainer:
             groups = self.collector.evaluate(problems, settings.samples, settings.temperature)
         metrics = evaluation_metrics(groups)
         self.observer.evaluation(self.step, metrics)
+        self.record["evaluated_step"] = self.step
         self.record["pass_at_1_last"] = metrics[PASS_AT_1]
         return metrics
 
     def _evaluate_before(self) -> None:
         if self.step == 0 and (metrics := self._evaluate()):
             self.record["pass_at_1_before"] = metrics[PASS_AT_1]
-
-    def _evaluate_if_due(self) -> None:
-        every = self.config.evaluation.every
-        if self.step == self.config.steps or (every and self.step % every == 0):
-            self._evaluate()
 
     # ---- observing and saving ----
 
@@ -178,6 +195,7 @@ class Trainer:
         metrics = {
             **rollout_metrics(rollout.groups),
             **{f"rollout/{name}": value for name, value in rollout.counters.items()},
+            **staleness_metrics(rollout.groups, self.step - 1),
             **policy_metrics(result.stats),
             **throughput_metrics(times, rollout.counters["tokens_generated"], result.tokens),
             "optimizer/lr": result.lr,
@@ -192,35 +210,53 @@ class Trainer:
             self.step, rollout.groups, self.decode, self.config.observability.samples_per_step
         )
         self.observer.step(self.step, metrics, texts)
+        if self.context.rank == 0:
+            self.timeline.step(self.step, [asdict(span) for span in rollout.spans])
 
-    def _save_if_due(self) -> None:
-        if self.checkpoints.due(self.step, self.config.steps):
+    def _evaluate_and_save(self, *, last: bool) -> None:
+        """What is due after this step: every so many steps, and after the last one. A step is evaluated and
+        saved once; a checkpoint's record holds the evaluation of its step."""
+        every = self.config.evaluation.every
+        if self.record["evaluated_step"] != self.step and (last or (every and self.step % every == 0)):
+            self._evaluate()
+        if self.saved_step != self.step and self.checkpoints.due(self.step, last=last):
             with self.ledger.phase("checkpoint"):
-                self.checkpoints.save(self.step, self._state())
+                self.checkpoints.save(self.step, *self._state())
+            self.saved_step = self.step
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        buffered, arrays = self.buffer.state_dict()
         record = {**self.record, "seconds": self._seconds()}
-        return {"data": self.prompts.state_dict(), "record": record}
+        return {"data": self.prompts.state_dict(), "buffer": buffered, "record": record}, arrays
 
     def _resume(self) -> None:
         if self.config.checkpoint.resume == "never":
             return
         if (loaded := self.checkpoints.load_newest()) is not None:
-            self.step, state = loaded
+            self.step, state, arrays = loaded
+            self.saved_step = self.step
             self.prompts.load_state_dict(state["data"])
+            self.buffer.load_state_dict(state["buffer"], arrays)
             self.record = state["record"]
 
     def _seconds(self) -> float:
         """Wall time of the run, over all its starts."""
         return self.record["seconds"] + time.time() - self.started
 
-    def _write_config(self) -> None:
+    def _begin(self) -> None:
+        """Write down what runs, and bring the weights into the engine."""
+        if self.step > self.config.steps:
+            raise SettingError(
+                f"steps={self.config.steps}, but the run in output_dir={str(self.output)!r} has done "
+                f"{self.step} already; raise steps, or choose another output_dir"
+            )
         if self.context.rank == 0:
-            self.output.mkdir(parents=True, exist_ok=True)
             (self.output / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+        self.colocation.publish(self.step)
 
     def _finish(self) -> None:
-        """Leave the summary and the picture of the run behind."""
+        """Evaluate and save the last step unless that is done, and leave summary and picture behind."""
+        self._evaluate_and_save(last=True)
         self.observer.close()
         if self.context.rank == 0:
             self._write_summary()
@@ -230,7 +266,7 @@ class Trainer:
         summary = {
             "steps": self.step,
             "pass_at_1_before": self.record["pass_at_1_before"],
-            "pass_at_1_after": self.record.get("pass_at_1_last"),
+            "pass_at_1_after": self.record["pass_at_1_last"],
             "entropy_last": self.record["entropy_last"],
             "seconds": self._seconds(),
         }

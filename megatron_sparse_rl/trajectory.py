@@ -129,8 +129,9 @@ class TrajectoryBatch:
         return iter(self.trajectories)
 
     @property
-    def response_tokens(self) -> int:
-        return sum(t.length for t in self.trajectories)
+    def tokens(self) -> int:
+        """Prompt and response tokens; a prompt counts for each of its answers, packed together or not."""
+        return sum(len(t.prompt_ids) + t.length for t in self.trajectories)
 
     def select(self, indices: list[int]) -> "TrajectoryBatch":
         """The batch of the given rows, in that order."""

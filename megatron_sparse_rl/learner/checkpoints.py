@@ -7,28 +7,39 @@ is complete. Loading takes the newest one whose files match their manifest. Mega
 under another tensor/pipeline layout; on the same layout resuming is exact to the bit.
 """
 
+import dataclasses
 import json
 import logging
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from megatron_sparse_rl.learner import random_state
+from megatron_sparse_rl.learner.checkpoint_folder import (
+    checkpoint_path,
+    checkpoint_root,
+    complete_checkpoints,
+    partial_path,
+    unfinished_checkpoints,
+)
 from megatron_sparse_rl.learner.learner import Learner
 from megatron_sparse_rl.learner.manifest import damage, write_manifest
 from megatron_sparse_rl.learner.megatron_compat import megatron_device
 from megatron_sparse_rl.learner.settings import CheckpointSettings
+from megatron_sparse_rl.settings import SettingError
 
 logger = logging.getLogger(__name__)
 
-PARTIAL = ".partial"
 TRAINER = "trainer.json"
+ARRAYS = "trainer.safetensors"
 
 
 class Checkpoints:
@@ -36,18 +47,22 @@ class Checkpoints:
 
     def __init__(self, settings: CheckpointSettings, output_dir: str | Path, learner: Learner) -> None:
         self.settings = settings
-        self.root = Path(output_dir) / "checkpoints"
+        self.root = checkpoint_root(output_dir)
         self.learner = learner
 
-    def due(self, step: int, last_step: int) -> bool:
-        """Whether the state after `step` steps is to be saved."""
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether the state after `step` steps, the run's `last` or not, is to be saved."""
         every = self.settings.every
-        return every > 0 and (step % every == 0 or step == last_step)
+        return every > 0 and (step % every == 0 or last)
 
-    def save(self, step: int, trainer_state: dict[str, Any]) -> Path:
-        """Write the state after `step` steps; older checkpoints beyond `keep_last` are removed afterwards."""
-        final = self.root / f"step_{step:06d}"
-        partial = final.with_name(final.name + PARTIAL)
+    def save(self, step: int, trainer_state: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
+        """Write the state after `step` steps; older checkpoints beyond `keep_last` are removed afterwards.
+
+        `trainer_state` is plain JSON values, `arrays` what of the trainer's state is too large for them; both
+        are the same on every rank.
+        """
+        final = checkpoint_path(self.root, step)
+        partial = partial_path(final)
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "learner").mkdir(parents=True)
@@ -61,10 +76,12 @@ class Checkpoints:
             record = {
                 "step": step,
                 "world_size": dist.get_world_size(),
+                "model": self._model(),
                 "schedule_position": self.learner.optimizer.schedule_position,
                 "trainer": trainer_state,
             }
             (partial / TRAINER).write_text(json.dumps(record, indent=1), encoding="utf-8")
+            save_arrays(arrays, partial / ARRAYS)
         dist.barrier()
         write_manifest(partial)
         if dist.get_rank() == 0:
@@ -74,15 +91,16 @@ class Checkpoints:
         logger.info("checkpoint of step %d saved to %s", step, final)
         return final
 
-    def load_newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Restore the newest intact checkpoint; (its step, the trainer's state), or None where there is none.
+    def load_newest(self) -> tuple[int, dict[str, Any], dict[str, np.ndarray]] | None:
+        """Restore the newest intact checkpoint; (its step, the trainer's state, its arrays), or None where
+        there is none.
 
-        A damaged one is named in a warning and the one before it is taken. Raises RuntimeError when there
+        A damaged one is named in a warning and the one before it is taken. Raises SettingError when there
         are checkpoints and none of them is intact, since starting anew would overwrite what can perhaps be
-        saved.
+        saved, and when the checkpoint is of another model than the configured one.
         """
         found = self._existing()
-        for folder in sorted(self.root.glob(f"*{PARTIAL}")):
+        for folder in unfinished_checkpoints(self.root):
             logger.warning("checkpoint %s was not finished; it is ignored", folder)
         for folder in reversed(found):
             reason = damage(folder)
@@ -90,18 +108,19 @@ class Checkpoints:
                 return self._load(folder)
             logger.warning("checkpoint %s is damaged (%s); trying the one before it", folder, reason)
         if found:
-            raise RuntimeError(
+            raise SettingError(
                 f"none of the {len(found)} checkpoints in {self.root} is intact; move the folder away to "
                 "start anew"
             )
         return None
 
-    def _load(self, folder: Path) -> tuple[int, dict[str, Any]]:
+    def _load(self, folder: Path) -> tuple[int, dict[str, Any], dict[str, np.ndarray]]:
         record = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
+        self._check_model(folder, record["model"])
         with megatron_device(self.learner.device):
             state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder / "learner"))
             self.learner.model.load_state_dict(state["model"])
-            self.learner.optimizer.inner.load_state_dict(state["optimizer"])
+            self.learner.optimizer.load_state_dict(state["optimizer"])
             own = _random_file(folder, dist.get_rank())
             if record["world_size"] == dist.get_world_size():
                 random_state.restore(load_file(own))
@@ -114,7 +133,24 @@ class Checkpoints:
                 )
         self.learner.optimizer.schedule_position = record["schedule_position"]
         logger.info("resumed from %s", folder)
-        return record["step"], record["trainer"]
+        return record["step"], record["trainer"], load_arrays(folder / ARRAYS)
+
+    def _model(self) -> dict[str, Any]:
+        """What a checkpoint's tensors belong to, as plain JSON values."""
+        known = {**dataclasses.asdict(self.learner.arch), "precision": self.learner.config.learner.precision}
+        return dict(json.loads(json.dumps(known)))
+
+    def _check_model(self, folder: Path, saved: dict[str, Any]) -> None:
+        differing = [
+            f"{name}={saved.get(name)!r} there, {value!r} here"
+            for name, value in self._model().items()
+            if saved.get(name) != value
+        ]
+        if differing:
+            raise SettingError(
+                f"checkpoint {folder} is of another model than the configured one ({'; '.join(differing)}); "
+                "go on with the model and learner.precision of that run, or choose another output_dir"
+            )
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         metadata = {
@@ -130,17 +166,13 @@ class Checkpoints:
 
     def _existing(self) -> list[Path]:
         """Complete checkpoints, oldest first, as rank 0 sees them."""
-        listing: list[Any] = [None]
-        if dist.get_rank() == 0 and self.root.is_dir():
-            listing[0] = sorted(p.name for p in self.root.iterdir() if re.fullmatch(r"step_\d{6,}", p.name))
+        listing: list[Any] = [complete_checkpoints(self.root) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(listing, src=0)
-        return [self.root / name for name in listing[0] or []]
+        return listing[0]
 
     def _remove_old(self) -> None:
-        names = sorted(p for p in self.root.iterdir() if re.fullmatch(r"step_\d{6,}", p.name))
-        for folder in names[: -self.settings.keep_last]:
-            shutil.rmtree(folder)
-        for folder in self.root.glob(f"*{PARTIAL}"):
+        old = complete_checkpoints(self.root)[: -self.settings.keep_last]
+        for folder in [*old, *unfinished_checkpoints(self.root)]:
             shutil.rmtree(folder)
 
 

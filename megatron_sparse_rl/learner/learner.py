@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class UpdateResult:
     """What one rollout's optimizer steps did: statistics over the whole batch, one `StepResult` per
-    optimizer step made, and how many were skipped because no token entered the loss, or loss or gradient
-    were not finite."""
+    optimizer step made, how many were skipped because no token entered the loss, or loss or gradient
+    were not finite, and the prompt and response tokens learned from."""
 
     stats: dict[str, float]
     steps: tuple[StepResult, ...]
@@ -155,7 +155,7 @@ class Learner:
             self.optimizer.advance()
             steps.append(result)
             skipped += not result.applied
-        return UpdateResult(reduce_stats(parts), tuple(steps), skipped, batch.response_tokens)
+        return UpdateResult(reduce_stats(parts), tuple(steps), skipped, batch.tokens)
 
     def with_logprobs(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Add the columns the loss needs: `old_logprobs` when more than one optimizer step follows or the

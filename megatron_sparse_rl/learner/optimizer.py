@@ -20,6 +20,9 @@ from megatron_sparse_rl.learner.settings import LearnerSettings, OptimizerSettin
 
 logger = logging.getLogger(__name__)
 
+# Keys of a parameter group that settings decide; the rest (names, step counters) belongs to the state.
+HYPERPARAMETERS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -103,6 +106,16 @@ class PolicyOptimizer:
     def advance(self) -> None:
         """One optimizer step of the batch has passed, applied or skipped: move the schedule."""
         self.schedule.step(1)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over moments and steps of a checkpoint, but not the learning rate, decay and betas that it was
+        made with: those are the configured ones."""
+        configured = [
+            {k: group[k] for k in HYPERPARAMETERS if k in group} for group in self.inner.param_groups
+        ]
+        self.inner.load_state_dict(state)
+        for group, values in zip(self.inner.param_groups, configured, strict=True):
+            group.update(values)
 
     @property
     def schedule_position(self) -> int:

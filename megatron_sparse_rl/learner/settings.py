@@ -93,5 +93,7 @@ class CheckpointSettings:
         2, "Checkpoints kept; the one before the last is the fallback for a damaged one.", ge=1
     )
     resume: Literal["auto", "never"] = setting(
-        "auto", "Go on from the newest intact checkpoint in the output folder."
+        "auto",
+        "auto: go on from the newest intact checkpoint in the output folder; never: start anew, in a folder "
+        "without checkpoints.",
     )

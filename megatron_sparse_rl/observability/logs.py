@@ -7,6 +7,7 @@ import logging
 import warnings
 
 PACKAGE = "megatron_sparse_rl"
+EACH_RANKS_OWN = "megatron_sparse_rl.rewards"  # its events differ from rank to rank
 
 # What Megatron-core says at import where Transformer Engine and Apex are missing, which `doctor` reports, and
 # about a default of its own; regular expressions of the message's beginning.
@@ -18,14 +19,17 @@ KNOWN_WARNINGS = (
 
 
 def configure_logging(rank: int | None = None) -> None:
-    """Send log lines to standard error: this package's from INFO up on rank 0 or outside a run (None), and
-    from WARNING up on other ranks, whose lines name the rank; other packages' from WARNING up. The
-    known harmless Python warnings are silenced.
+    """Send log lines to standard error: this package's from INFO up on rank 0 or outside a run (None).
+
+    Other ranks repeat what rank 0 says, so from them come errors only, and the warnings of the reward
+    workers, which each rank has for itself; their lines name the rank. Other packages' lines come from
+    WARNING up. The known harmless Python warnings are silenced.
     """
     where = "" if rank is None else f" [rank {rank}]"
     logging.basicConfig(
         format=f"%(asctime)s %(levelname)s{where} %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
     )
-    logging.getLogger(PACKAGE).setLevel(logging.WARNING if rank else logging.INFO)
+    logging.getLogger(PACKAGE).setLevel(logging.ERROR if rank else logging.INFO)
+    logging.getLogger(EACH_RANKS_OWN).setLevel(logging.WARNING if rank else logging.NOTSET)
     for beginning in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=beginning)

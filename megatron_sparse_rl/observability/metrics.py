@@ -33,10 +33,30 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/min": float(pooled.min()),
         "reward/max": float(pooled.max()),
         **_reward_parts(trajectories),
+        "group/count": float(len(groups)),
         # Compared exactly: a standard deviation of eight times 0.1 is not zero in floating point.
         "group/zero_variance_fraction": float(np.mean([r.min() == r.max() for r in rewards])),
         "prompt/length_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
         **_response_metrics(trajectories),
+    }
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many policy versions older than `version`, the one about to be updated, the trained tokens are.
+
+    `staleness/token_mean`, `staleness/token_max`; `staleness/old_token_fraction` of tokens that are older at
+    all, and `staleness/mixed_fraction` of answers with tokens of several versions. Empty for no tokens.
+    """
+    trajectories = [t for group in groups for t in group.trajectories if t.length]
+    if not trajectories:
+        return {}
+    ages = version - np.concatenate([t.policy_versions for t in trajectories])
+    mixed = [t.policy_versions[0] != t.policy_versions[-1] for t in trajectories]
+    return {
+        "staleness/token_mean": float(ages.mean()),
+        "staleness/token_max": float(ages.max()),
+        "staleness/old_token_fraction": float((ages > 0).mean()),
+        "staleness/mixed_fraction": float(np.mean(mixed)),
     }
 
 
@@ -79,8 +99,12 @@ def policy_metrics(stats: dict[str, float]) -> dict[str, float]:
 
 
 def throughput_metrics(times: dict[str, float], sampled: float, trained: float) -> dict[str, float]:
-    """Response tokens per second of the rollout and of the learner, over the whole run; `times` is
-    `TimeLedger.step_metrics()`."""
+    """Tokens per second of rollout and learner, over all processes of the run.
+
+    `times` is `TimeLedger.step_metrics()`. `throughput/rollout_tokens_per_s`: the `sampled` response tokens,
+    those of filtered groups included, over the time of sampling and scoring. `throughput/train_tokens_per_s`:
+    the `trained` prompt and response tokens over the time of the learner's whole update.
+    """
     metrics = {}
     for name, phase, tokens in (("rollout", "rollout", sampled), ("train", "learn", trained)):
         if seconds := times.get(f"time/{phase}_s"):

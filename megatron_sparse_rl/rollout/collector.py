@@ -83,6 +83,8 @@ class Rollout:
 class Collector:
     """Draws prompts, samples them on all engines, scores them. Building one is collective.
 
+    `buffer` holds what a step leaves for the next one; every rank has the same.
+
     `has_signal(rewards float64 [G]) -> bool` turns dynamic sampling on: groups without signal are replaced
     by new prompts, synchronously in at most `algorithm.dynamic_sampling_rounds` further rounds (DAPO,
     arXiv:2503.14476, section 3.2). `group` is a gloo process group of all ranks; None: the default group.
@@ -95,13 +97,14 @@ class Collector:
         config: Config,
         engine: ManyEngines,
         prompts: PromptSource,
+        buffer: TrajectoryBuffer,
         score: Score,
         *,
         has_signal: HasSignal | None = None,
         group: dist.ProcessGroup | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.buffer = TrajectoryBuffer()
+        self.buffer = buffer
         self._config = config
         self._engine = engine
         self._prompts = prompts

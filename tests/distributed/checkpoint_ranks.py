@@ -43,9 +43,10 @@ def main() -> None:
             result["norms"].append(update.grad_norm)
             result["lrs"].append(update.lr)
         elif action == "save":
-            checkpoints.save(arguments[0], {"data": arguments[0] * 10})
+            checkpoints.save(arguments[0], {"data": arguments[0] * 10}, {"column": np.arange(arguments[0])})
         elif action == "load":
-            result["loaded"] = checkpoints.load_newest()
+            step, state, arrays = checkpoints.load_newest()
+            result["loaded"] = [step, state, {name: array.tolist() for name, array in arrays.items()}]
     sums = layout_checksums(learner.layouts()[rank], learner.parameters(), torch.float32)
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (draw(), {str(name): int(value) for name, value in sums.items()}))

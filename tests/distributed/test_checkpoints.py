@@ -40,7 +40,7 @@ def test_resuming_on_the_same_layout_is_exact_to_the_bit(checkpoint, tmp_path, p
     overrides = settings(tmp_path / "run", f"learner.precision={precision}", "parallel.tensor=2")
     whole, _ = run(tmp_path, checkpoint("qwen2", tied=False), TRAIN, overrides, world=2)
     resumed, _ = run(tmp_path, checkpoint("qwen2", tied=False), RESUME, overrides, world=2)
-    assert resumed["loaded"] == [2, {"data": 20}]
+    assert resumed["loaded"] == [2, {"data": 20}, {"column": [0, 1]}]
     assert resumed["losses"] == whole["losses"][2:]
     assert resumed["norms"] == whole["norms"][2:]
     assert resumed["lrs"] == whole["lrs"][2:]

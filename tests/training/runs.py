@@ -38,7 +38,7 @@ data:
   eval: {task: chain_sum, size: 6, seed: 2}
 checkpoint: {every: 2, keep_last: 9}
 """
-VARYING = ("time/", "memory/", "throughput/", "rollout/seconds", "wall_time")
+VARYING = ("time/", "memory/", "throughput/", "rollout/seconds", "rollout/utilisation", "wall_time")
 
 
 class Runs:
@@ -53,15 +53,25 @@ class Runs:
             f"model: {model}\n{CONFIG}reward: {{verifiers: {{'{verifier}': 1.0}}, workers: 1}}\n"
         )
 
-    def command(self, command: str, output: str, *overrides: str) -> list[str]:
+    def command(self, command: str, output: str, *overrides: str, folder: Path | None = None) -> list[str]:
         program = [sys.executable, "-m", "megatron_sparse_rl.cli", command, str(self.config)]
-        return [*program, f"output_dir={self.folder / output}", *overrides]
+        return [
+            *program,
+            *([str(folder)] if folder else []),
+            f"output_dir={self.folder / output}",
+            *overrides,
+        ]
 
     def finish(
-        self, output: str, *overrides: str, command: str = "train", timeout: float = 120
+        self,
+        output: str,
+        *overrides: str,
+        command: str = "train",
+        folder: Path | None = None,
+        timeout: float = 120,
     ) -> tuple[int, str]:
-        """Run to the end: (exit status, everything printed)."""
-        with self.started(output, *overrides, command=command) as process:
+        """Run to the end: (exit status, everything printed). `folder`: what `export` writes to."""
+        with self.started(output, *overrides, command=command, folder=folder) as process:
             try:
                 text, _ = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -69,9 +79,11 @@ class Runs:
             return process.returncode, text
 
     @contextmanager
-    def started(self, output: str, *overrides: str, command: str = "train") -> Iterator[subprocess.Popen]:
+    def started(
+        self, output: str, *overrides: str, command: str = "train", folder: Path | None = None
+    ) -> Iterator[subprocess.Popen]:
         process = subprocess.Popen(
-            self.command(command, output, *overrides),
+            self.command(command, output, *overrides, folder=folder),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.runs import Runs, kill_tree, tensors, wait_for
 
@@ -96,6 +98,28 @@ def test_evaluation_of_a_finished_run_repeats_its_last_figure(runs: Runs, whole:
     assert runs.records("whole") == before
 
 
+def test_export_of_a_run_is_a_model_that_transformers_loads(runs: Runs, whole: str):
+    """Saved by one process, exported by two with TP 2: the weights of the checkpoint, without an lm_head."""
+    folder = runs.folder / "exported"
+    code, printed = runs.finish("whole", "parallel.tensor=2", command="export", folder=folder)
+    assert code == 0, printed
+    assert "step 4 of" in printed
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    saved = tensors(runs.checkpoint("whole", 4))
+    embedding = next(saved[name] for name in saved if name == "embedding.word_embeddings.weight")
+    vocabulary = model.config.vocab_size
+    assert torch.equal(model.get_input_embeddings().weight, embedding[:vocabulary])
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    AutoTokenizer.from_pretrained(folder)
+    code, printed = runs.finish("whole", command="export", folder=folder)
+    assert code == 2
+    assert "exists; remove it or give another name" in printed
+    code, printed = runs.finish("nothing", command="export", folder=runs.folder / "other")
+    assert code == 2, printed
+    assert "holds no checkpoint to export" in printed
+    assert not (runs.folder / "other").exists()
+
+
 def test_damaged_checkpoints(runs: Runs, whole: str):
     """Last of the module, since it damages `whole`: the newest is truncated, then all are."""
     newest = next((runs.checkpoint("whole", 4) / "learner").glob("*.distcp"))
@@ -107,7 +131,8 @@ def test_damaged_checkpoints(runs: Runs, whole: str):
     for data in runs.folder.glob("whole/checkpoints/*/trainer.json"):
         data.write_text(data.read_text()[:-5])
     code, printed = runs.finish("whole")
-    assert code == 1
-    assert "error: " in printed
+    assert code == 2
+    assert "Traceback" not in printed
+    assert "error: none of the" in printed
     assert "checkpoints in" in printed
     assert "is intact; move the folder away to start anew" in printed

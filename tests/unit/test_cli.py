@@ -68,6 +68,22 @@ def test_command_hands_on_config_and_overrides_and_returns_the_status(
     assert launched == [(command, load_config(config_file, overrides), config_file, overrides)]
 
 
+def test_export_hands_on_its_folder_and_refuses_one_that_exists(
+    config_file: str, launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    assert status("export", config_file, str(new), "steps=3") == 5
+    ((command, config, path, overrides),) = launched
+    assert (command, path, overrides) == ("export", config_file, [f"export.folder={new}", "steps=3"])
+    assert config.export.folder == str(new)
+    new.mkdir()
+    assert status("export", config_file, str(new)) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: export.folder={str(new)!r} exists; remove it or give another name\n"
+    )
+
+
 def test_show_config_prints_the_resolved_settings_and_starts_nothing(
     config_file: str, launched: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,15 +186,16 @@ def test_report_of_a_wrong_folder_is_one_clean_line(
 @pytest.mark.parametrize(
     ("rank", "shown"),
     [
-        (None, ["INFO megatron_sparse_rl.part: event", "WARNING megatron_sparse_rl.part: trouble"]),
+        (None, ["INFO {}part: event", "WARNING {}part: trouble", "WARNING {}rewards.pool: its own"]),
         (
             0,
             [
-                "INFO [rank 0] megatron_sparse_rl.part: event",
-                "WARNING [rank 0] megatron_sparse_rl.part: trouble",
+                "INFO [rank 0] {}part: event",
+                "WARNING [rank 0] {}part: trouble",
+                "WARNING [rank 0] {}rewards.pool: its own",
             ],
         ),
-        (3, ["WARNING [rank 3] megatron_sparse_rl.part: trouble"]),
+        (3, ["WARNING [rank 3] {}rewards.pool: its own"]),
     ],
 )
 def test_log_lines_are_one_an_event_and_name_the_rank(
@@ -189,9 +206,10 @@ def test_log_lines_are_one_an_event_and_name_the_rank(
     logger = logging.getLogger("megatron_sparse_rl.part")
     logger.info("event")
     logger.warning("trouble")
+    logging.getLogger("megatron_sparse_rl.rewards.pool").warning("its own")
     logging.getLogger("another.package").info("chatter")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == shown
+    assert [line.split(" ", 1)[1] for line in lines] == [s.format("megatron_sparse_rl.") for s in shown]
 
 
 @pytest.mark.parametrize(("blocks", "code"), [(False, 0), (True, 1)])

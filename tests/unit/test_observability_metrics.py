@@ -13,6 +13,7 @@ from megatron_sparse_rl.observability.metrics import (
     evaluation_metrics,
     policy_metrics,
     rollout_metrics,
+    staleness_metrics,
     throughput_metrics,
 )
 from megatron_sparse_rl.observability.samples import SampleText, sample_texts
@@ -62,6 +63,7 @@ def test_rollout_metrics_pool_all_samples() -> None:
         "reward/max": 1.0,
         "reward/format": 1.0,  # the mean over the samples that have the part
         "reward/math": 0.5,
+        "group/count": 2.0,
         "group/zero_variance_fraction": 0.5,
         "prompt/length_mean": 5.0,
         "response/length_mean": 4.0,
@@ -71,6 +73,18 @@ def test_rollout_metrics_pool_all_samples() -> None:
         "response/truncated_fraction": 0.25,
         "response/partial_fraction": 0.25,
     }
+
+
+def test_staleness_is_the_age_of_tokens_when_they_are_trained_on() -> None:
+    mixed = replace(trajectory(1.0, length=4), policy_versions=np.array([3, 3, 4, 5], dtype=np.int32))
+    fresh = replace(trajectory(0.0, length=4), policy_versions=np.array([5, 5, 5, 5], dtype=np.int32))
+    assert staleness_metrics([group(mixed, fresh)], 5) == {
+        "staleness/token_mean": 5 / 8,
+        "staleness/token_max": 2.0,
+        "staleness/old_token_fraction": 3 / 8,
+        "staleness/mixed_fraction": 0.5,
+    }
+    assert staleness_metrics([], 5) == {}
 
 
 def test_equal_rewards_are_zero_variance_exactly() -> None:

@@ -101,7 +101,7 @@ def test_nothing_is_lost_doubled_too_long_or_too_old(
     signal = has_signal if dynamic else None
 
     def build() -> Collector:
-        return Collector(config, engine, prompts, scored, has_signal=signal)
+        return Collector(config, engine, prompts, TrajectoryBuffer(), scored, has_signal=signal)
 
     collector, trained, filtered, dropped = build(), [], 0, 0
     for step in range(1, 13):
@@ -168,7 +168,7 @@ def test_a_partial_stage_keeps_the_slots_full_and_stops_at_its_target():
             groups_per_step=8, samples_per_group=8, partial={"enabled": enabled, "concurrency": 64}
         )
         engine = SimulatedEngine(long_tailed(3))
-        collector = Collector(config, engine, Prompts(), scored)
+        collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
         rollouts = []
         for step in range(6):
             rollouts.append(collector.collect(step))
@@ -181,7 +181,7 @@ def test_a_partial_stage_keeps_the_slots_full_and_stops_at_its_target():
 def test_the_oldest_groups_are_trained_first_and_spans_tell_what_ran():
     config = configuration(partial={"concurrency": 9})
     engine = SimulatedEngine(long_tailed(11))
-    collector = Collector(config, engine, Prompts(), scored)
+    collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
     for step in range(5):
         rollout: Rollout = collector.collect(step)
         order = [(oldest_version(g.trajectories), g.prompt.index) for g in rollout.groups]
@@ -211,7 +211,9 @@ def test_one_engine_does_the_same_however_long_scoring_takes(dynamic):
 
         config = configuration(partial={"concurrency": 12}, dynamic=dynamic)
         engine = SimulatedEngine(long_tailed(7))
-        collector = Collector(config, engine, Prompts(), slowly, has_signal=has_signal if dynamic else None)
+        collector = Collector(
+            config, engine, Prompts(), TrajectoryBuffer(), slowly, has_signal=has_signal if dynamic else None
+        )
         seen = []
         for step in range(5):
             rollout = collector.collect(step)
@@ -233,7 +235,7 @@ def test_old_groups_hold_the_stage_open_or_are_restarted():
             max_response_tokens=4000, partial={"concurrency": 4, "max_staleness": 2, "stale": stale}
         )
         engine = SimulatedEngine(length)
-        collector = Collector(config, engine, Prompts(), scored)
+        collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
         thrown = 0.0
         for step in range(8):
             rollout = collector.collect(step)
@@ -351,7 +353,7 @@ def test_an_engine_that_fails_stops_the_others():
 def test_a_saved_buffer_is_the_same_after_loading_and_a_short_one_is_refused():
     config = configuration(partial={"concurrency": 20})
     engine = SimulatedEngine(long_tailed(2))
-    collector = Collector(config, engine, Prompts(), scored)
+    collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
     for step in range(3):
         collector.collect(step)
         engine.version += 1

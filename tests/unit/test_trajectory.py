@@ -51,5 +51,5 @@ def test_select_keeps_rows_together():
         (np.ones(1, bool), np.ones(2, bool)),
     )
     chosen = batch.select([1])
-    assert chosen.response_tokens == 2
+    assert chosen.tokens == len(make(2).prompt_ids) + 2
     assert chosen.advantages[0].tolist() == [2.0, 2.0]

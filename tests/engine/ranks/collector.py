@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_sparse_rl.config import Config
+from megatron_sparse_rl.rollout.buffer import TrajectoryBuffer
 from megatron_sparse_rl.rollout.collector import Collector, Rollout
 from megatron_sparse_rl.rollout.engine import Engine
 from megatron_sparse_rl.trajectory import Group, Prompt
@@ -66,7 +67,9 @@ def has_signal(rewards: np.ndarray) -> bool:
 
 
 def collector(config: Config, engine: Engine, count: int, scorer: Scorer, *, dynamic: bool) -> Collector:
-    return Collector(config, engine, Source(count), scorer, has_signal=has_signal if dynamic else None)
+    return Collector(
+        config, engine, Source(count), TrajectoryBuffer(), scorer, has_signal=has_signal if dynamic else None
+    )
 
 
 def plain(groups: Sequence[Group]) -> list:
@@ -122,7 +125,9 @@ def check_round_limit(config: Config, engine: Engine) -> None:
     """One further round is allowed, then there are fewer groups."""
     algorithm = dataclasses.replace(config.algorithm, dynamic_sampling_rounds=1)
     limited = dataclasses.replace(config, algorithm=algorithm)
-    rollout = Collector(limited, engine, Source(200), Scorer(), has_signal=lambda rewards: False).collect(3)
+    rollout = Collector(
+        limited, engine, Source(200), TrajectoryBuffer(), Scorer(), has_signal=lambda rewards: False
+    ).collect(3)
     assert rollout.groups == ()
     assert (rollout.counters["rounds"], rollout.counters["prompts_drawn"]) == (2, 2 * GROUPS)
     assert not rollout.exhausted
@@ -159,7 +164,7 @@ def check_evaluation(config: Config, engine: Engine) -> list[Group]:
 
 def check_wrong_scorer(config: Config, engine: Engine) -> None:
     """A scorer that loses a group is an error on every rank, not a smaller batch; nothing stays in flight."""
-    broken = Collector(config, engine, Source(4), lambda groups: groups[1:])
+    broken = Collector(config, engine, Source(4), TrajectoryBuffer(), lambda groups: groups[1:])
     with pytest.raises(RuntimeError, match=r"return every group|another engine has failed"):
         broken.collect(1)
     assert engine.in_flight == 0
