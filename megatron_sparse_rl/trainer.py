@@ -128,6 +128,8 @@ class Trainer:
             rollout = self._roll_out(step)
             batch = prepare(rollout.groups, self.config.algorithm, self.config.rollout.max_response_tokens)
             with self.ledger.phase("learn"), self.colocation.learning():
+                if self.config.algorithm.correction.proximal == "stage":
+                    self.buffer.record_stage(step - 1, self.learner.logprobs)
                 result = self.learner.update(batch)
             with self.ledger.phase("sync"):
                 self.colocation.publish(step)

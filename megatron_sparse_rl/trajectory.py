@@ -6,7 +6,7 @@ advantages. Arrays are numpy on the host; all per-token columns of a trajectory 
 and the constructor checks it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -121,6 +121,15 @@ class TrajectoryBatch:
                         f"{name} of trajectory {trajectory.group_id}/{trajectory.sample_index} has "
                         f"{len(column)} entries for {trajectory.length} response tokens"
                     )
+
+    @classmethod
+    def unweighted(cls, trajectories: Sequence[Trajectory]) -> "TrajectoryBatch":
+        """Trajectories whose log-probs are wanted and nothing else: advantages of 0."""
+        return cls(
+            tuple(trajectories),
+            tuple(np.zeros(t.length, dtype=np.float32) for t in trajectories),
+            tuple(np.ones(t.length, dtype=bool) for t in trajectories),
+        )
 
     def __len__(self) -> int:
         return len(self.trajectories)

@@ -5,14 +5,14 @@ sampled them; as plain values and arrays for a checkpoint. How much it can hold 
 a stage never begins more than its slots can run.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_sparse_rl.rollout.open_group import OpenGroup, oldest_version
-from megatron_sparse_rl.trajectory import Group, Prompt, Trajectory
+from megatron_sparse_rl.trajectory import Group, Prompt, Trajectory, TrajectoryBatch
 
 TOKEN_ARRAYS = ("response_ids", "sampler_logprobs", "policy_versions", "stage_logprobs")
 DTYPES = {
@@ -79,6 +79,29 @@ class TrajectoryBuffer:
         self.open = [g.restarted() if g.prompt.index in stale else g for g in self.open]
         return thrown
 
+    def record_stage(self, version: int, logprobs: Callable[[TrajectoryBatch], list[np.ndarray]]) -> None:
+        """Fill in the stage log-probs (L) of tokens sampled under `version`, while the learner has it.
+
+        `logprobs(batch)` returns float32 [T] for each trajectory, under the learner's present weights; it is
+        called, on every rank, with the trajectories that have such tokens, if there are any.
+        """
+        groups: list[OpenGroup | Group] = [*self.open, *self.surplus]
+        new = [t for group in groups for t in group.trajectories if (t.policy_versions == version).any()]
+        if not new:
+            return
+        columns = logprobs(TrajectoryBatch.unweighted(new))
+        staged = {
+            (t.group_id, t.sample_index): _staged(t, version, column)
+            for t, column in zip(new, columns, strict=True)
+        }
+
+        def known(group: Any) -> Any:
+            trajectories = tuple(staged.get((t.group_id, t.sample_index), t) for t in group.trajectories)
+            return replace(group, trajectories=trajectories)
+
+        self.open = [known(group) for group in self.open]
+        self.surplus = [known(group) for group in self.surplus]
+
     # ---- in a checkpoint ----
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -106,6 +129,14 @@ class TrajectoryBuffer:
 def oldest_first(groups: Iterable[Group]) -> list[Group]:
     """By the policy version of their oldest token, then in the order of their prompts."""
     return sorted(groups, key=lambda g: (oldest_version(g.trajectories) or 0, g.prompt.index))
+
+
+def _staged(trajectory: Trajectory, version: int, logprobs: np.ndarray) -> Trajectory:
+    """With the log-probs of the tokens of `version`, and of those only."""
+    before = _or_nan(trajectory.stage_logprobs, trajectory.length)
+    return trajectory.with_columns(
+        stage_logprobs=np.where(trajectory.policy_versions == version, logprobs, before).astype(np.float32)
+    )
 
 
 class _Reader:

@@ -51,6 +51,19 @@ def test_killed_and_resumed_with_a_buffer(runs: Runs, whole: str):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_stage_log_probs_are_those_the_tokens_were_sampled_with(runs: Runs):
+    """A dense float32 engine: L = mu for tokens of every stage, so the weight L / mu is 1 throughout."""
+    staged = ("algorithm.correction.preset=sparse_copris_staged", "steps=4", "checkpoint.every=0")
+    code, printed = runs.finish("staged", *PARTIAL, *staged)
+    assert code == 0, printed
+    records = runs.records("staged")
+    assert max(record["staleness/token_max"] for record in records) >= 1
+    assert all(abs(record["correction/ratio_max"] - 1) < 1e-3 for record in records)
+    assert all(abs(record["correction/ratio_min"] - 1) < 1e-3 for record in records)
+    moved = [r["policy/ratio_max"] for r in records if r["staleness/token_max"] >= 1]
+    assert max(moved) > 1.01, "the policy has moved since the old tokens were sampled"
+
+
 def test_the_buffer_survives_another_number_of_engines(runs: Runs, whole: str):
     """Killed with one engine, resumed with two: each prompt is trained once, in data that ends."""
     limited = (*PARTIAL, "data.epochs=1", "steps=20", "data.train.size=24")

@@ -374,6 +374,38 @@ def test_a_saved_buffer_is_the_same_after_loading_and_a_short_one_is_refused():
             TrajectoryBuffer().load_state_dict(state, arrays | {name: np.append(arrays[name], 0)})
 
 
+def test_stage_log_probs_are_asked_for_once_and_kept_through_later_stages():
+    """L of a token is what the learner of its own version says, whatever comes after."""
+    config = configuration(partial={"concurrency": 20})
+    engine = SimulatedEngine(long_tailed(2))
+    buffer = TrajectoryBuffer()
+    collector = Collector(config, engine, Prompts(), buffer, scored)
+
+    def logprobs(batch):  # type: ignore[no-untyped-def]
+        return [t.response_ids.astype(np.float32) + 1e6 * engine.version for t in batch]
+
+    seen = 0
+    for step in range(6):
+        rollout = collector.collect(step)
+        buffer.record_stage(engine.version, logprobs)
+        held = [t for g in [*buffer.open, *buffer.surplus] for t in g.trajectories if t.length]
+        for t in held:
+            assert np.array_equal(
+                t.stage_logprobs, (t.response_ids + 1e6 * t.policy_versions).astype(np.float32)
+            )
+        for t in [t for g in rollout.groups for t in g.trajectories]:
+            old = t.policy_versions < engine.version
+            if t.stage_logprobs is None:
+                assert not old.any()
+                continue
+            seen += int(old.sum())
+            expected = (t.response_ids + 1e6 * t.policy_versions).astype(np.float32)
+            assert np.array_equal(t.stage_logprobs[old], expected[old])
+            assert np.isnan(t.stage_logprobs[t.policy_versions == engine.version]).all()
+        engine.version += 1
+    assert seen > 20
+
+
 def same(found: OpenGroup | Group, wanted: OpenGroup | Group) -> None:
     assert found.prompt.index == wanted.prompt.index
     assert found.prompt.token_ids.tolist() == wanted.prompt.token_ids.tolist()
