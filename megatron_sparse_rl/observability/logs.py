@@ -9,9 +9,9 @@ import warnings
 PACKAGE = "megatron_sparse_rl"
 EACH_RANKS_OWN = "megatron_sparse_rl.rewards"  # its events differ from rank to rank
 
-# What Megatron-core says at import where Transformer Engine and Apex are missing, which `doctor` reports, about
-# a default of its own, and what torch says of the class its checkpoints use; regular expressions of the
-# message's beginning.
+# What Megatron-core says at import where Transformer Engine and Apex are missing, which `doctor` reports, and
+# about a default of its own; what torch says of the class Megatron's checkpoints use. Regular expressions of
+# the message's beginning.
 KNOWN_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

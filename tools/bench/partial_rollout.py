@@ -58,7 +58,8 @@ def show(result: dict[str, Any]) -> None:
         f"{workload['groups']} groups of {workload['samples']} answers a step, as many requests in flight; "
         f"speedup_dense {result['speedup_dense']:.2f}"
     )
-    print_table("sampling per trained token", ("side", *names), rows, caption)
+    columns = ("side", "s/1000 trained", "sampled/s", "utilisation", "staleness")
+    print_table("sampling per trained token", columns, rows, caption)
 
 
 def main() -> None:
