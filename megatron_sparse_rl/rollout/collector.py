@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -249,10 +249,7 @@ class Collector:
             else StageCounters(self._store, name)
         )
         stage = Stage(plan, work, engine, self._ranks, counters, self._scoring, has_signal, self._progress)
-        share = stage.run()
-        gathered: list[StageShare | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, share if engine.is_leader else None, group=self._group)
-        shares = [item for item in gathered if item is not None]
+        shares = self._gather(stage)
         handed_out = max(item.handed_out for item in shares)
         work.has(handed_out - 1)  # every rank goes on with the same next prompt
         complete = [group for item in shares for group in item.complete]
@@ -266,6 +263,22 @@ class Collector:
         untouched = [work[ticket] for ticket in range(handed_out, work.resumed)]
         self.buffer.put([*open_groups, *untouched], [])
         tally.add(shares, complete, handed_out - min(handed_out, work.resumed))
+
+    def _gather(self, stage: Stage) -> list[StageShare]:
+        """Run the stage; the shares of all engines. Where one of them fails, every rank raises."""
+        share, error = None, None
+        try:
+            share = stage.run()
+        except Exception as raised:  # the other ranks wait below and have to hear of it
+            error = raised
+        told = (share if self._engine.is_leader else None, "" if error is None else str(error))
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, told, group=self._group)
+        if error is not None:
+            raise error
+        if failures := [failure for _, failure in gathered if failure]:
+            raise RuntimeError(f"sampling failed on another rank: {failures[0]}")
+        return [item for item, _ in gathered if item is not None]
 
 
 class _Tally:
