@@ -14,7 +14,7 @@ import yaml
 
 from megatron_sparse_rl import cli
 from megatron_sparse_rl.config import Config, load_config
-from megatron_sparse_rl.observability.logs import configure_logging
+from megatron_sparse_rl.observability.logs import EACH_RANKS_OWN, PACKAGE, configure_logging
 from megatron_sparse_rl.settings import SettingError
 
 COMMANDS = ("train", "eval", "report", "doctor")
@@ -23,11 +23,12 @@ COMMANDS = ("train", "eval", "report", "doctor")
 @pytest.fixture(autouse=True)
 def logging_of_other_tests() -> Iterator[None]:
     """Commands set up logging for the whole process; leave it as it was."""
-    package = logging.getLogger("megatron_sparse_rl")
-    handlers, level = list(logging.root.handlers), package.level
+    loggers = [logging.getLogger(name) for name in (PACKAGE, EACH_RANKS_OWN)]
+    handlers, levels = list(logging.root.handlers), [logger.level for logger in loggers]
     yield
     logging.root.handlers[:] = handlers
-    package.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture
