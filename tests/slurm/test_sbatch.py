@@ -148,7 +148,7 @@ def test_an_impossible_layout_fails_the_job_with_its_reason(
 ) -> None:
     code, log = submit(cluster, stand_in, tmp_path, "parallel.tensor=3", f"output_dir={tmp_path}")
     assert code != 0
-    # Every rank refuses; srun ends the others as soon as one has, so any of them may be the one that says why.
+    # Every rank refuses, and srun ends the others as soon as one has: any may be the one that says why.
     reason = "parallel.tensor=3 x parallel.pipeline=1 does not divide the run's 4 processes"
     assert re.search(rf"error: rank [0-3]: {re.escape(reason)}", log)
 
