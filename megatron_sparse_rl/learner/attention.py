@@ -7,6 +7,7 @@ used with its layers instead. Backward computes each block's attention again: qu
 pack are all that is kept, and what is shared is neither copied for every segment nor padded in between.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class AttentionBlock:
         leaves = [x.detach().requires_grad_() for x in self._inputs(*inputs)]
         with torch.enable_grad():
             out = _attention(leaves, self.mask, scale)
-        found = torch.autograd.grad(out, leaves, self._segments_of(grad_out, padding=0.0).to(out.dtype))
+        found = torch.autograd.grad(out, leaves, self._segments_of(grad_out, padding=0.0))
         for grad, own in zip(grads, found[:3], strict=True):
             grad[:, self.span] += self._to_pack(own)
         sizes = [stop - start for start, stop in self.context]
@@ -83,11 +84,11 @@ class AttentionBlock:
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """q, k, v of the segments, [segments, (kv_)heads, longest, dim], and, where there is a context, its
-        keys and values [kv_heads, context, dim]; in the precision to compute in."""
+        keys and values [kv_heads, context, dim]."""
         found = [self._segments_of(x) for x in (q, k, v)]
         if self.context:
             found += [torch.cat([x[:, start:stop] for start, stop in self.context], dim=1) for x in (k, v)]
-        return [_computed_in(x) for x in found]
+        return found
 
     def _segments_of(self, x: Tensor, padding: float | None = None) -> Tensor:
         """[segments, heads, longest, dim] from [heads, T, dim]; padded positions hold `padding` if given."""
@@ -107,10 +108,10 @@ class AttentionBlock:
         return torch.cat([row[:, :length] for row, length in zip(x, lengths, strict=True)], dim=1)
 
 
-def _computed_in(x: Tensor) -> Tensor:
+def _as_computed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """float32 for bfloat16 on a CPU: there torch's kernel takes half the time backward, and none more
     forward."""
-    return x.float() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+    return tuple(x.float() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x for x in tensors)
 
 
 def _attention(inputs: list[Tensor], mask: Tensor | None, scale: float | None) -> Tensor:
@@ -134,18 +135,20 @@ class _BlockAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.blocks, ctx.scale = blocks, scale
         out = torch.empty_like(q)
+        inputs = _as_computed((q, k, v))
         for block in blocks:
-            out[:, block.span] = block.attend(q, k, v, scale)
+            out[:, block.span] = block.attend(*inputs, scale)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
-        inputs = ctx.saved_tensors
+        dtype = grad_out.dtype
+        grad_out, *inputs = _as_computed((grad_out, *ctx.saved_tensors))
         # A prompt's keys collect the gradients of many blocks: bfloat16 would round after each.
         grads = tuple(torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs)
         for block in ctx.blocks:
-            block.add_gradients(grad_out, inputs, grads, ctx.scale)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)), None, None
+            block.add_gradients(grad_out, tuple(inputs), grads, ctx.scale)
+        return *(grad.to(dtype) for grad in grads), None, None
 
 
 @dataclass

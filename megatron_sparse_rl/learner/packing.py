@@ -19,9 +19,10 @@ from megatron_sparse_rl.kernels.policy_loss import LossColumns
 from megatron_sparse_rl.learner.attention import AttentionBlock, Span
 from megatron_sparse_rl.trajectory import Trajectory, TrajectoryBatch
 
-SHORT = (
-    32  # tokens by which segments of one attention block may differ; padding so few costs less than a block
-)
+# Tokens by which segments of one attention block may always differ: padding so few costs less than a block.
+SHORT = 32
+# Keys that torch's CPU attention takes at a time; only beyond them does causality save time.
+CAUSAL_TILE = 512
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,7 @@ def pack(
     if share_prompts:
         layout.add_shared(chosen)
     else:
-        for trajectory in itertools.chain.from_iterable(chosen):
-            layout.add_single(trajectory)
+        layout.add_separate(list(itertools.chain.from_iterable(chosen)))
     layout.pad(multiple)
     indices = tuple(i for piece in pieces for i in piece.indices)
     return MicroBatch(
@@ -197,6 +197,13 @@ def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
 
 
+def _fits(length: int, longest: int, context: bool) -> bool:
+    """Whether a segment belongs into the attention block whose first one has `longest` tokens."""
+    if context:
+        return longest - length <= max(longest // 2, SHORT)
+    return longest <= CAUSAL_TILE and longest - length <= SHORT
+
+
 class _Layout:
     """The growing packed sequence."""
 
@@ -214,11 +221,12 @@ class _Layout:
         self.size += len(ids)
         return start, self.size
 
-    def add_single(self, trajectory: Trajectory) -> None:
-        prompt = len(trajectory.prompt_ids)
-        start, stop = self._append(np.concatenate([trajectory.prompt_ids, trajectory.response_ids[:-1]]), 0)
-        self.blocks.append(AttentionBlock((), ((start, stop),)))
-        self.predict_rows.append(np.arange(start + prompt - 1, stop))
+    def add_separate(self, trajectories: list[Trajectory]) -> None:
+        """Every answer behind its own copy of the prompt."""
+        sequences = [np.concatenate([t.prompt_ids, t.response_ids[:-1]]) for t in trajectories]
+        spans = self._append_segments((), sequences, 0)
+        for trajectory, (start, stop) in zip(trajectories, spans, strict=True):
+            self.predict_rows.append(np.arange(start + len(trajectory.prompt_ids) - 1, stop))
 
     def add_shared(self, pieces: list[list[Trajectory]]) -> None:
         """The beginning that all prompts share, the rest of each prompt, then each prompt's answers."""
@@ -237,7 +245,7 @@ class _Layout:
         """Append segments that see `context` and themselves; their spans, in the order given.
 
         They are laid out longest first and a block takes those of similar length, because a block computes
-        all as if they were as long as its first. Without context nothing is shared and each is a block.
+        all as if they were as long as its first.
         """
         spans: dict[int, Span] = {}
         block: list[Span] = []
@@ -245,7 +253,7 @@ class _Layout:
         for number in sorted(range(len(segments)), key=lambda i: -len(segments[i])):
             length = len(segments[number])
             spans[number] = self._append(segments[number], first_position)
-            if block and (not context or longest - length > max(longest // 2, SHORT)):
+            if block and not _fits(length, longest, bool(context)):
                 self.blocks.append(AttentionBlock(context, tuple(block)))
                 block = []
             if length:
