@@ -109,7 +109,7 @@ EXTRAS = {
         "types-PyYAML",
         "types-psutil",
     ],
-    "bench": ["trl>=1.16,<2", "datasets>=4,<5"],
+    "bench": ["trl>=1.16,<2", "datasets>=5.2,<6"],
 }
 
 setup(
