@@ -40,8 +40,26 @@ Overrides = Annotated[
 ShowConfig = Annotated[
     bool, typer.Option("--show-config", help="Print every setting of the run as YAML, checked, and exit.")
 ]
-ExportFolder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", show_default=False, help="New folder for the exported model.")
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        show_default=False,
+        help="The output_dir of a run, one of its checkpoints, or a Hugging Face folder.",
+    ),
+]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", show_default=False, help="New folder to write.")]
+ModelFolder = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        show_default=False,
+        help="Folder with config and tokenizer, where the run's own is not there any more.",
+    ),
+]
+PrecisionOption = Annotated[
+    Literal["auto", "bf16", "fp32"],
+    typer.Option("--precision", help="Precision of the weights written; auto: as in SOURCE."),
 ]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The output_dir of a run.")
@@ -105,22 +123,32 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, show_config: ShowC
 
 
 @app.command()
-def export(
-    config: ConfigFile, folder: ExportFolder, overrides: Overrides = None, show_config: ShowConfig = False
+def convert(
+    source: Source, target: Target, model: ModelFolder = "", precision: PrecisionOption = "auto"
 ) -> None:
-    """Write the run's newest checkpoint to FOLDER as a Hugging Face model, which Transformers and vLLM load.
+    """Convert a run's checkpoint to a Hugging Face model, or a Hugging Face model to a Megatron checkpoint.
 
-    CONFIG is that of the run. Processes are started as for `train`, in any layout that the model fits into.
+    SOURCE is a run's output folder, of which the newest intact checkpoint is taken, or one of its step
+    folders: TARGET becomes a folder that Transformers and vLLM load. Of a Hugging Face folder TARGET becomes
+    a Megatron distributed checkpoint of the weights. One process does it on the CPU, whatever layout the run
+    had.
 
     Examples:
 
-    - `megatron-sparse-rl export run.yaml models/mine`
+    - `megatron-sparse-rl convert runs/mine models/mine`
 
-    - `megatron-sparse-rl export run.yaml models/mine export.precision=bf16`
+    - `megatron-sparse-rl convert runs/mine/checkpoints/step_000020 models/mine-20 --precision bf16`
+
+    - `megatron-sparse-rl convert models/Qwen2.5-1.5B-Instruct megatron/Qwen2.5-1.5B-Instruct`
+
+    A Megatron checkpoint holds pickled metadata: convert only those that you made or trust.
     """
-    if folder.exists():
-        raise SettingError(f"export.folder={str(folder)!r} exists; remove it or give another name")
-    _run("export", config, [f"export.folder={folder}", *(overrides or [])], show_config)
+    from megatron_sparse_rl.observability.logs import configure_logging
+
+    configure_logging()
+    from megatron_sparse_rl.conversion import convert as convert_folder
+
+    typer.echo(convert_folder(source, target, model=model, precision=precision))
 
 
 @app.command()
@@ -170,9 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_refuse(error))
 
 
-def _run(
-    command: Literal["train", "eval", "export"], path: Path, overrides: list[str], show_config: bool
-) -> None:
+def _run(command: Literal["train", "eval"], path: Path, overrides: list[str], show_config: bool) -> None:
     from megatron_sparse_rl.config import load_config, to_yaml
 
     config = load_config(path, overrides)

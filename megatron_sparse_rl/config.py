@@ -28,7 +28,6 @@ from megatron_sparse_rl.observability.settings import ObservabilitySettings
 from megatron_sparse_rl.rewards.settings import RewardSettings
 from megatron_sparse_rl.rollout.settings import EvaluationSettings, RolloutSettings
 from megatron_sparse_rl.settings import SettingError, setting, settings
-from megatron_sparse_rl.weights.settings import ExportSettings
 
 
 @settings
@@ -64,7 +63,6 @@ class Config:
     reward: RewardSettings = setting(RewardSettings, "Verifiers.")
     checkpoint: CheckpointSettings = setting(CheckpointSettings, "Saving and resuming.")
     observability: ObservabilitySettings = setting(ObservabilitySettings, "What is written for people.")
-    export: ExportSettings = setting(ExportSettings, "Export as a Hugging Face checkpoint.")
 
     @model_validator(mode="after")
     def _check(self) -> "Config":

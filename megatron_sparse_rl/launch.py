@@ -47,13 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Command = Literal["train", "eval", "export"]
-ENTRIES: dict[Command, str] = {
-    "train": "megatron_sparse_rl.trainer",
-    "eval": "megatron_sparse_rl.trainer",
-    "export": "megatron_sparse_rl.conversion",
-}
-FUNCTIONS: dict[Command, str] = {"train": "train", "eval": "evaluate", "export": "export"}
+Command = Literal["train", "eval"]
+ENTRY = "megatron_sparse_rl.trainer"
+FUNCTIONS: dict[Command, str] = {"train": "train", "eval": "evaluate"}
 
 
 @dataclass(frozen=True)
@@ -71,20 +67,14 @@ class ProcessContext:
 
 
 def run(
-    command: Command,
-    config: Config,
-    config_path: str,
-    overrides: Sequence[str],
-    *,
-    entry: str | None = None,
+    command: Command, config: Config, config_path: str, overrides: Sequence[str], *, entry: str = ENTRY
 ) -> int:
     """Do `command` with as many processes as the run needs; returns the exit status.
 
     `config` is what `config_path` and `overrides` say; ranks started here read them again. `entry` names
-    the module whose function each rank calls, None for the command's own. Status: 0 success, 2 a setting
-    that cannot run, 1 any other failure, 128 + n ended by signal n. The reason has been printed.
+    the module whose `train` or `evaluate` each rank calls. Status: 0 success, 2 a setting that cannot run,
+    1 any other failure, 128 + n ended by signal n. The reason has been printed.
     """
-    entry = entry or ENTRIES[command]
     try:
         check_output_folder(command, config)
         placement = read_placement(os.environ)
@@ -96,7 +86,7 @@ def run(
     return _run_rank(command, config, placement, entry)
 
 
-def worker(command: Command, config: Config, *, entry: str) -> None:
+def worker(command: Command, config: Config, *, entry: str = ENTRY) -> None:
     """One rank's whole life: join the others, do the command, leave."""
     context = initialise_process(config)
     import torch.distributed as dist

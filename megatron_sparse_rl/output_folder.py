@@ -12,7 +12,7 @@ from megatron_sparse_rl.learner.checkpoint_folder import checkpoint_root, comple
 from megatron_sparse_rl.settings import SettingError
 
 
-def check_output_folder(command: Literal["train", "eval", "export"], config: Config) -> None:
+def check_output_folder(command: Literal["train", "eval"], config: Config) -> None:
     """Raises SettingError when the folder cannot be made or written to, and when a run that must start anew
     (`checkpoint.resume=never`) would overwrite the checkpoints of an earlier one.
     """

@@ -8,6 +8,8 @@ before anything is started.
 import re
 from pathlib import Path
 
+LEARNER, RANDOM = "learner", "random"  # folders inside a checkpoint
+TRAINER, ARRAYS = "trainer.json", "trainer.safetensors"
 COMPLETE = re.compile(r"step_(\d{6,})")
 PARTIAL = ".partial"
 

@@ -24,6 +24,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_sparse_rl.learner import random_state
 from megatron_sparse_rl.learner.checkpoint_folder import (
+    ARRAYS,
+    LEARNER,
+    RANDOM,
+    TRAINER,
     checkpoint_path,
     checkpoint_root,
     complete_checkpoints,
@@ -37,9 +41,6 @@ from megatron_sparse_rl.learner.settings import CheckpointSettings
 from megatron_sparse_rl.settings import SettingError
 
 logger = logging.getLogger(__name__)
-
-TRAINER = "trainer.json"
-ARRAYS = "trainer.safetensors"
 
 
 class Checkpoints:
@@ -65,17 +66,18 @@ class Checkpoints:
         partial = partial_path(final)
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            (partial / "learner").mkdir(parents=True)
-            (partial / "random").mkdir()
+            (partial / LEARNER).mkdir(parents=True)
+            (partial / RANDOM).mkdir()
         dist.barrier()
         with megatron_device(self.learner.device):
             state = self._sharded_state(is_loading=False)
-            dist_checkpointing.save(state, str(partial / "learner"))
+            dist_checkpointing.save(state, str(partial / LEARNER))
             save_file(random_state.capture(), _random_file(partial, dist.get_rank()))
         if dist.get_rank() == 0:
             record = {
                 "step": step,
                 "world_size": dist.get_world_size(),
+                "parallel": dataclasses.asdict(self.learner.config.parallel),
                 "model": self._model(),
                 "schedule_position": self.learner.optimizer.schedule_position,
                 "trainer": trainer_state,
@@ -95,30 +97,17 @@ class Checkpoints:
         """Restore the newest intact checkpoint; (its step, the trainer's state, its arrays), or None where
         there is none.
 
-        A damaged one is named in a warning and the one before it is taken. Raises SettingError when there
-        are checkpoints and none of them is intact, since starting anew would overwrite what can perhaps be
-        saved, and when the checkpoint is of another model than the configured one.
+        Raises SettingError as `newest_intact` does, and when the checkpoint is of another model than the
+        configured one.
         """
-        found = self._existing()
-        for folder in unfinished_checkpoints(self.root):
-            logger.warning("checkpoint %s was not finished; it is ignored", folder)
-        for folder in reversed(found):
-            reason = damage(folder)
-            if not reason:
-                return self._load(folder)
-            logger.warning("checkpoint %s is damaged (%s); trying the one before it", folder, reason)
-        if found:
-            raise SettingError(
-                f"none of the {len(found)} checkpoints in {self.root} is intact; move the folder away to "
-                "start anew"
-            )
-        return None
+        folder = newest_intact(self.root)
+        return None if folder is None else self._load(folder)
 
     def _load(self, folder: Path) -> tuple[int, dict[str, Any], dict[str, np.ndarray]]:
         record = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
         self._check_model(folder, record["model"])
         with megatron_device(self.learner.device):
-            state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder / "learner"))
+            state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder / LEARNER))
             self.learner.model.load_state_dict(state["model"])
             self.learner.optimizer.load_state_dict(state["optimizer"])
             own = _random_file(folder, dist.get_rank())
@@ -164,20 +153,38 @@ class Checkpoints:
         )
         return state
 
-    def _existing(self) -> list[Path]:
-        """Complete checkpoints, oldest first, as rank 0 sees them."""
-        listing: list[Any] = [complete_checkpoints(self.root) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(listing, src=0)
-        return listing[0]
-
     def _remove_old(self) -> None:
         old = complete_checkpoints(self.root)[: -self.settings.keep_last]
         for folder in [*old, *unfinished_checkpoints(self.root)]:
             shutil.rmtree(folder)
 
 
+def newest_intact(root: Path) -> Path | None:
+    """The newest checkpoint below `root` whose files match their manifest, None where there are none at all.
+
+    A damaged one is named in a warning and the one before it is taken. Raises SettingError when there are
+    checkpoints and none of them is intact, since starting anew would overwrite what can perhaps be saved.
+    Collective, same answer everywhere: rank 0 lists the folder.
+    """
+    listing: list[Any] = [complete_checkpoints(root) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(listing, src=0)
+    for folder in unfinished_checkpoints(root):
+        logger.warning("checkpoint %s was not finished; it is ignored", folder)
+    for folder in reversed(listing[0]):
+        reason = damage(folder)
+        if not reason:
+            return Path(folder)
+        logger.warning("checkpoint %s is damaged (%s); trying the one before it", folder, reason)
+    if listing[0]:
+        raise SettingError(
+            f"none of the {len(listing[0])} checkpoints in {root} is intact; move the folder away to start "
+            "anew"
+        )
+    return None
+
+
 def _random_file(folder: Path, rank: int) -> Path:
-    return folder / "random" / f"rank_{rank:05d}.safetensors"
+    return folder / RANDOM / f"rank_{rank:05d}.safetensors"
 
 
 def _publish(partial: Path, final: Path) -> None:

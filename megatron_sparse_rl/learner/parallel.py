@@ -4,6 +4,8 @@ In: an initialised torch.distributed world and `ParallelSettings`. Out: `Coordin
 any rank, the coordinates that Megatron gives it (tensor fastest, then data, then pipeline).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -58,3 +60,13 @@ def initialise_model_parallel(parallel: ParallelSettings, seed: int) -> Coordina
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return coordinates_of(dist.get_rank(), dist.get_world_size(), parallel)
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """A world of this process alone, for tools; gone at exit."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

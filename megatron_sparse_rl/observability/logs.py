@@ -10,13 +10,14 @@ PACKAGE = "megatron_sparse_rl"
 EACH_RANKS_OWN = "megatron_sparse_rl.rewards"  # its events differ from rank to rank
 
 # What Megatron-core says at import where Transformer Engine and Apex are missing, which `doctor` reports, and
-# about a default of its own; what torch says of the class Megatron's checkpoints use. Regular expressions of
-# the message's beginning.
+# about a default of its own; what torch says of the class and the function that Megatron's checkpoints use.
+# Regular expressions of the message's beginning.
 KNOWN_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
     "Please use DTensor instead",
+    "`load_state_dict` is deprecated",
 )
 
 

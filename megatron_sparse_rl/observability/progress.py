@@ -1,16 +1,25 @@
-"""A progress bar while answers are sampled.
+"""Progress bars: while answers are sampled, while weights are read or written.
 
-In: how many answers are expected, and the engine's reports of tokens and finished answers. Out: a line that
-is redrawn on a terminal and gone afterwards; nothing in a log file, where the step lines suffice.
+In: what is expected, and reports of how much is done. Out: a line that is redrawn on a terminal and gone
+afterwards; nothing in a log file, where the lines of steps and events suffice.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 class RolloutProgress:
@@ -48,3 +57,14 @@ class RolloutProgress:
     def __call__(self, tokens: int, finished: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=finished, tokens=tokens)
+
+
+@contextmanager
+def showing_bytes(title: str, total: int, *, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` bytes while the block runs; the block calls what it is given with bytes done."""
+    stream = stream or sys.stdout
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    console = Console(file=stream, force_terminal=stream.isatty())
+    with Progress(*columns, console=console, transient=True, disable=not stream.isatty()) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda size: bar.advance(task, size)

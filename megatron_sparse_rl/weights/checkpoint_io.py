@@ -7,7 +7,7 @@ and rounded to their own dtype. A file that is damaged, or that does not fit the
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 @torch.no_grad()
 def load_huggingface(
-    folder: str | Path, arch: Architecture, layout: Layout, tensors: Mapping[str, torch.Tensor]
+    folder: str | Path,
+    arch: Architecture,
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    advance: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Fill `tensors` with their rectangles of the checkpoint in `folder`; padding rows become zero.
+    `advance` is told of bytes filled.
 
     One file, or several with an index. Of a tied model an lm_head in the file is not read. Raises
     SettingError naming the file, and the tensor where one is missing or has another shape or type than the
@@ -47,7 +52,7 @@ def load_huggingface(
         by_file[_location(locations, hf_name, folder)].append(hf_name)
     shapes = huggingface_shapes(arch)
     for path, names in by_file.items():
-        _read_file(path, {name: shapes[name] for name in names}, wanted, tensors)
+        _read_file(path, {name: shapes[name] for name in names}, wanted, tensors, advance)
 
 
 def locate_tensors(folder: str | Path) -> dict[str, Path]:
@@ -94,6 +99,7 @@ def _read_file(
     shapes: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, list[tuple[str, Piece]]],
     tensors: Mapping[str, torch.Tensor],
+    advance: Callable[[int], None],
 ) -> None:
     with _open(path) as file:
         present = set(file.keys())
@@ -103,8 +109,9 @@ def _read_file(
             source = file.get_slice(hf_name)
             _check_tensor(path, hf_name, source, shape)
             for name, piece in wanted[hf_name]:
-                part = _read(source, piece, len(shape))
-                view(tensors[name], piece.local_rows, piece.local_cols).copy_(part)
+                part = view(tensors[name], piece.local_rows, piece.local_cols)
+                part.copy_(_read(source, piece, len(shape)))
+                advance(part.nbytes)
     logger.debug("read %d tensors of %s", len(shapes), path)
 
 

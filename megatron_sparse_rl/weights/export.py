@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.weights.architecture import Architecture
 from megatron_sparse_rl.weights.boxes import Layout, LocalTensor
 from megatron_sparse_rl.weights.checkpoint_io import INDEX_FILE, SINGLE_FILE
+from megatron_sparse_rl.weights.default_model import MANIFEST
 from megatron_sparse_rl.weights.layouts import huggingface_layout
 from megatron_sparse_rl.weights.plan import index_sources, plan_from_index
 from megatron_sparse_rl.weights.transfer import Tensors, execute, make_program
@@ -42,13 +43,14 @@ def export_huggingface(
     dtype: torch.dtype,
     max_file_bytes: int = MAX_FILE_BYTES,
     group: dist.ProcessGroup | None = None,
+    advance: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Write the weights that `layouts` describe to `output`, in `dtype`; every rank of `group` calls this.
 
     `layouts` are those of all ranks, `tensors` this rank's. Config, tokenizer and generation config come from
     `source_folder`. Files hold at most `max_file_bytes` (a larger tensor gets a file of its own); padding
-    rows are left out, and a tied model has no lm_head. Raises SettingError on every rank when `output` exists
-    or `source_folder` has no config.json.
+    rows are left out, and a tied model has no lm_head. `advance` is told of bytes written, by rank 0. Raises
+    SettingError on every rank when `output` exists or `source_folder` has no config.json.
     """
     folder = Path(output)
     partial = folder.with_name(folder.name + ".partial")
@@ -65,6 +67,7 @@ def export_huggingface(
         execute(make_program(plan, rank, dtype=dtype), tensors, received, group=group)
         if rank == WRITER:
             save_file({key: value.cpu() for key, value in received.items()}, partial / name, {"format": "pt"})
+            advance(sum(value.nbytes for value in received.values()))
     if rank == WRITER:
         _finish(partial, folder, Path(source_folder), files, dtype)
     if dist.is_initialized():
@@ -121,11 +124,13 @@ def _finish(
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for pattern in COPIED:
         for path in source.glob(pattern):
-            if path.is_file() and not path.name.endswith(".index.json"):
+            if path.is_file() and path.name != MANIFEST and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, partial / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in files:  # safetensors makes files that only their owner can read
+        shutil.copymode(partial / "config.json", partial / name)
     os.replace(partial, folder)
     logger.info("exported %d weight file(s) to %s", len(files), folder)

@@ -53,25 +53,15 @@ class Runs:
             f"model: {model}\n{CONFIG}reward: {{verifiers: {{'{verifier}': 1.0}}, workers: 1}}\n"
         )
 
-    def command(self, command: str, output: str, *overrides: str, folder: Path | None = None) -> list[str]:
+    def command(self, command: str, output: str, *overrides: str) -> list[str]:
         program = [sys.executable, "-m", "megatron_sparse_rl.cli", command, str(self.config)]
-        return [
-            *program,
-            *([str(folder)] if folder else []),
-            f"output_dir={self.folder / output}",
-            *overrides,
-        ]
+        return [*program, f"output_dir={self.folder / output}", *overrides]
 
     def finish(
-        self,
-        output: str,
-        *overrides: str,
-        command: str = "train",
-        folder: Path | None = None,
-        timeout: float = 120,
+        self, output: str, *overrides: str, command: str = "train", timeout: float = 120
     ) -> tuple[int, str]:
-        """Run to the end: (exit status, everything printed). `folder`: what `export` writes to."""
-        with self.started(output, *overrides, command=command, folder=folder) as process:
+        """Run to the end: (exit status, everything printed)."""
+        with self.started(output, *overrides, command=command) as process:
             try:
                 text, _ = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -79,26 +69,25 @@ class Runs:
             return process.returncode, text
 
     @contextmanager
-    def started(
-        self, output: str, *overrides: str, command: str = "train", folder: Path | None = None
-    ) -> Iterator[subprocess.Popen]:
+    def started(self, output: str, *overrides: str, command: str = "train") -> Iterator[subprocess.Popen]:
         process = subprocess.Popen(
-            self.command(command, output, *overrides, folder=folder),
+            self.command(command, output, *overrides),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=self.folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "PYTHONUNBUFFERED": "1",
-                "OMP_WAIT_POLICY": "PASSIVE",
-            },
+            env=self.environment(),
         )
         try:
             yield process
         finally:
             kill_tree(process)
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        outside = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        return {**outside, **own}
 
     def records(self, output: str) -> list[dict]:
         """`metrics.jsonl` without what differs between equal runs."""

@@ -1,12 +1,14 @@
 """Killed runs go on as if nothing had happened: weights, samples, order, records."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.training.runs import Runs, kill_tree, tensors, wait_for
+from tests.training.runs import ROOT, Runs, kill_tree, tensors, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -98,26 +100,19 @@ def test_evaluation_of_a_finished_run_repeats_its_last_figure(runs: Runs, whole:
     assert runs.records("whole") == before
 
 
-def test_export_of_a_run_is_a_model_that_transformers_loads(runs: Runs, whole: str):
-    """Saved by one process, exported by two with TP 2: the weights of the checkpoint, without an lm_head."""
-    folder = runs.folder / "exported"
-    code, printed = runs.finish("whole", "parallel.tensor=2", command="export", folder=folder)
-    assert code == 0, printed
-    assert "step 4 of" in printed
+def test_a_run_becomes_a_model_that_transformers_loads(runs: Runs, whole: str):
+    """`convert` finds the newest checkpoint, and the model by the run's own record."""
+    folder = runs.folder / "converted"
+    program = [sys.executable, "-m", "megatron_sparse_rl.cli", "convert", str(runs.folder / "whole")]
+    done = subprocess.run(
+        [*program, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 4 of" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    saved = tensors(runs.checkpoint("whole", 4))
-    embedding = next(saved[name] for name in saved if name == "embedding.word_embeddings.weight")
-    vocabulary = model.config.vocab_size
-    assert torch.equal(model.get_input_embeddings().weight, embedding[:vocabulary])
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    saved = tensors(runs.checkpoint("whole", 4))["embedding.word_embeddings.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, saved[: model.config.vocab_size])
     AutoTokenizer.from_pretrained(folder)
-    code, printed = runs.finish("whole", command="export", folder=folder)
-    assert code == 2
-    assert "exists; remove it or give another name" in printed
-    code, printed = runs.finish("nothing", command="export", folder=runs.folder / "other")
-    assert code == 2, printed
-    assert "holds no checkpoint to export" in printed
-    assert not (runs.folder / "other").exists()
 
 
 def test_damaged_checkpoints(runs: Runs, whole: str):

@@ -17,7 +17,7 @@ from megatron_sparse_rl.config import Config, load_config
 from megatron_sparse_rl.observability.logs import EACH_RANKS_OWN, PACKAGE, configure_logging
 from megatron_sparse_rl.settings import SettingError
 
-COMMANDS = ("train", "eval", "report", "doctor")
+COMMANDS = ("train", "eval", "convert", "report", "doctor")
 
 
 @pytest.fixture(autouse=True)
@@ -69,20 +69,25 @@ def test_command_hands_on_config_and_overrides_and_returns_the_status(
     assert launched == [(command, load_config(config_file, overrides), config_file, overrides)]
 
 
-def test_export_hands_on_its_folder_and_refuses_one_that_exists(
-    config_file: str, launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_convert_hands_on_its_arguments_and_prints_what_was_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new = tmp_path / "new"
-    assert status("export", config_file, str(new), "steps=3") == 5
-    ((command, config, path, overrides),) = launched
-    assert (command, path, overrides) == ("export", config_file, [f"export.folder={new}", "steps=3"])
-    assert config.export.folder == str(new)
-    new.mkdir()
-    assert status("export", config_file, str(new)) == 2
-    assert (
-        capsys.readouterr().err
-        == f"error: export.folder={str(new)!r} exists; remove it or give another name\n"
-    )
+    calls: list[Any] = []
+    module = ModuleType("megatron_sparse_rl.conversion")
+    module.convert = lambda *arguments, **options: calls.append((arguments, options)) or "done"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_sparse_rl.conversion", module)
+    assert status("convert", "runs/a", "models/a") == 0
+    assert status("convert", "runs/a", "b", "--precision", "bf16", "--model", "models/m") == 0
+    assert capsys.readouterr().out == "done\ndone\n"
+    assert calls == [
+        ((Path("runs/a"), Path("models/a")), {"model": "", "precision": "auto"}),
+        ((Path("runs/a"), Path("b")), {"model": "models/m", "precision": "bf16"}),
+    ]
+
+
+def test_convert_refuses_in_one_clean_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("convert", str(tmp_path / "nothing"), str(tmp_path)) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} exists; remove it or give another name\n"
 
 
 def test_show_config_prints_the_resolved_settings_and_starts_nothing(
@@ -237,9 +242,10 @@ def test_help_teaches(command: tuple[str, ...], capsys: pytest.CaptureFixture[st
     assert status(*command, "--help") == 0
     text = capsys.readouterr().out
     assert "Usage: megatron-sparse-rl" in text
+    if command in [("train",), ("eval",), ("convert",)]:
+        assert "Examples:" in text
     if command in [("train",), ("eval",)]:
         assert "docs/configuration.md" in text
-        assert "Examples:" in text
 
 
 def test_help_and_config_errors_import_nothing_heavy(tmp_path: Path) -> None:

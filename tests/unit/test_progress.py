@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from megatron_sparse_rl.observability.progress import RolloutProgress
+from megatron_sparse_rl.observability.progress import RolloutProgress, showing_bytes
 
 
 class Terminal(io.StringIO):
@@ -39,3 +39,12 @@ def test_the_bar_ends_with_the_block_even_when_it_raises():
     written = len(stream.getvalue())
     progress(10, 2)
     assert len(stream.getvalue()) == written
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), "2.0/8.0 KiB"), (io.StringIO(), "")])
+def test_bytes_are_shown_on_a_terminal_only(stream, shown):
+    with showing_bytes("reading", 8192, stream=stream) as advance:
+        advance(1024)
+        advance(1024)
+    assert shown in stream.getvalue()
+    assert bool(stream.getvalue()) == bool(shown)
