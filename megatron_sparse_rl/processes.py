@@ -115,12 +115,8 @@ def die_with_parent() -> None:
 
 
 def _tell(failures: "dict[int, ProcessFailure]") -> int:
-    """Print the first failure and return its exit status.
-
-    A rank that died by a signal or without a word comes first: errors recorded by the others are its
-    consequences.
-    """
-    rank, failure = min(failures.items(), key=lambda item: item[1].error_file_data.get("monotonic_ns", 0))
+    """Print the failure that caused the others and return its exit status."""
+    rank, failure = min(failures.items(), key=lambda item: _precedence(item[1]))
     told: dict[str, Any] = failure.error_file_data
     if told.get("setting_error"):
         print(f"error: {told['setting_error']}", file=sys.stderr)
@@ -138,6 +134,18 @@ def _tell(failures: "dict[int, ProcessFailure]") -> int:
             file=sys.stderr,
         )
     return EXIT_FAILURE
+
+
+def _precedence(failure: "ProcessFailure") -> tuple[int, int]:
+    """The smallest is the cause: a refused setting, then a rank that died by a signal or without a word, then
+    recorded errors in their order. SIGTERM comes last, since the agent ends the ranks that are left with it.
+    """
+    told: dict[str, Any] = failure.error_file_data
+    if told.get("setting_error"):
+        return 0, 0
+    if "monotonic_ns" in told:
+        return 2, told["monotonic_ns"]
+    return (3, 0) if failure.exitcode == -signal.SIGTERM else (1, 0)
 
 
 def _end(processes: Iterable[psutil.Process]) -> None:

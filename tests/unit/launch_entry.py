@@ -59,7 +59,17 @@ def _fail(context: ProcessContext, told: dict[str, object]) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def _fail_alone(context: ProcessContext, told: dict[str, object]) -> None:
+    """Rank 1 raises; rank 0 does not notice, and is ended by the agent."""
+    if context.rank == 0:
+        time.sleep(300)
+    raise RuntimeError("the answer is 41")
+
+
 def _refuse(context: ProcessContext, told: dict[str, object]) -> None:
+    """Rank 1 refuses before rank 0 does, which is ended by the agent."""
+    if context.rank == 0:
+        time.sleep(300)
     raise SettingError("optimizer.lr=3.0 is too much here; use 1e-6")
 
 
@@ -81,6 +91,7 @@ MODES = {
     "wait": _leave_grandchild,
     "leave": _leave_grandchild,
     "fail": _fail,
+    "fail_alone": _fail_alone,
     "refuse": _refuse,
     "die": _die,
 }

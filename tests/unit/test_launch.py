@@ -124,8 +124,9 @@ def test_eval_calls_evaluate(tmp_path: Path) -> None:
     assert (tmp_path / "evaluated0.json").exists()
 
 
-def test_failing_rank_is_told_once_with_its_traceback(tmp_path: Path) -> None:
-    status, errors = Started(tmp_path, "processes=2", mode="fail").finish()
+@pytest.mark.parametrize("mode", ["fail", "fail_alone"])
+def test_failing_rank_is_told_once_with_its_traceback(tmp_path: Path, mode: str) -> None:
+    status, errors = Started(tmp_path, "processes=2", mode=mode).finish()
     assert status == 1
     assert errors.rstrip().endswith("error: rank 1 failed: RuntimeError: the answer is 41")
     assert errors.count("Traceback (most recent call last)") == 1
