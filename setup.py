@@ -127,7 +127,10 @@ setup(
     package_data={"megatron_sparse_rl": ["py.typed"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-sparse-rl = megatron_sparse_rl.cli:main"]},
+    entry_points={
+        "console_scripts": ["megatron-sparse-rl = megatron_sparse_rl.cli:main"],
+        "vllm.general_plugins": ["sparse_kv = megatron_sparse_rl.rollout.sparse_kv.plugin:register"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

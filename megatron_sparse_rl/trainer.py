@@ -23,6 +23,7 @@ from megatron_sparse_rl.data.sources import build_sources
 from megatron_sparse_rl.launch import ProcessContext
 from megatron_sparse_rl.learner.checkpoints import Checkpoints
 from megatron_sparse_rl.learner.learner import Learner, UpdateResult
+from megatron_sparse_rl.observability.cache_records import CacheRecords
 from megatron_sparse_rl.observability.ledger import TimeLedger, memory_metrics
 from megatron_sparse_rl.observability.metrics import (
     PASS_AT_1,
@@ -41,6 +42,7 @@ from megatron_sparse_rl.rewards.pool import RewardPool
 from megatron_sparse_rl.rollout.buffer import TrajectoryBuffer
 from megatron_sparse_rl.rollout.collector import Collector, Rollout
 from megatron_sparse_rl.rollout.engine import Engine
+from megatron_sparse_rl.rollout.sparse_kv.report import CacheReport
 from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.weights.architecture import read_architecture
 from megatron_sparse_rl.weights.default_model import resolve_model
@@ -110,6 +112,7 @@ class Trainer:
         )
 
         self.timeline = Timeline(self.output, config.observability.timeline_steps)
+        self.cache_records = CacheRecords(self.output, config.observability.retained_steps)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -197,6 +200,7 @@ class Trainer:
         metrics = {
             **rollout_metrics(rollout.groups),
             **{f"rollout/{name}": value for name, value in rollout.counters.items()},
+            **(rollout.cache.metrics(rollout.counters["seconds_generating"]) if rollout.cache else {}),
             **staleness_metrics(rollout.groups, self.step - 1),
             **policy_metrics(result.stats),
             **throughput_metrics(times, rollout.counters["tokens_generated"], result.tokens),
@@ -214,6 +218,17 @@ class Trainer:
         self.observer.step(self.step, metrics, texts)
         if self.context.rank == 0:
             self.timeline.step(self.step, [asdict(span) for span in rollout.spans])
+            if rollout.cache is not None:
+                self._record_cache(rollout.cache)
+
+    def _record_cache(self, report: CacheReport) -> None:
+        retained = report.retained
+        self.cache_records.step(
+            self.step,
+            [asdict(usage) for usage in report.usages],
+            None if retained is None else retained.heads,
+            1 if retained is None else retained.kv_heads,
+        )
 
     def _evaluate_and_save(self, *, last: bool) -> None:
         """What is due after this step: every so many steps, and after the last one. A step is evaluated and

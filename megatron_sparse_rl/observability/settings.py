@@ -17,4 +17,11 @@ class ObservabilitySettings:
         unit="steps",
         ge=0,
     )
+    retained_steps: int = setting(
+        10,
+        "Last steps for which <output_dir>/sparse_kv keeps what each request held of its KV cache, and a "
+        "picture of the positions that one of them retained; with rollout.sparse_kv only.",
+        unit="steps",
+        ge=0,
+    )
     progress: bool = setting(True, "One line a step on the console, and a progress bar on a terminal.")

@@ -30,6 +30,7 @@ from megatron_sparse_rl.rollout.scheduler import (
     StagePlan,
     StageShare,
 )
+from megatron_sparse_rl.rollout.sparse_kv.report import CacheReport
 from megatron_sparse_rl.rollout.work import FixedPrompts, PromptSource, WorkList
 from megatron_sparse_rl.trajectory import Group, Prompt
 
@@ -62,6 +63,8 @@ class ManyEngines(Sampler, Protocol):
     @property
     def full_length_requests(self) -> int: ...
 
+    def take_cache_report(self) -> CacheReport: ...
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -71,13 +74,14 @@ class Rollout:
     the data or the rounds of dynamic sampling ended first; `exhausted`: the data has ended and nothing is
     open. `counters`: see `COUNTERS`; seconds are those of the slowest engine; `utilisation` is the mean
     share of the slots that had a request in flight, `groups_open` and `groups_surplus` what the buffer
-    holds. `spans`: every request in flight, of all engines.
+    holds. `spans`: every request in flight, of all engines. `cache`: what `rollout.sparse_kv` did to them.
     """
 
     groups: tuple[Group, ...]
     exhausted: bool
     counters: dict[str, float]
     spans: tuple[Span, ...] = ()
+    cache: CacheReport | None = None
 
 
 class Collector:
@@ -146,7 +150,9 @@ class Collector:
             "groups_open": float(len(self.buffer.open)),
             "groups_surplus": float(len(self.buffer.surplus)),
         }
-        rollout = Rollout(tuple(complete[:wanted]), self.exhausted, counters, tuple(tally.spans))
+        rollout = Rollout(
+            tuple(complete[:wanted]), self.exhausted, counters, tuple(tally.spans), self._cache_report()
+        )
         _report(step, rollout, wanted)
         return rollout
 
@@ -160,6 +166,7 @@ class Collector:
         plan = self._synchronous_plan(work, len(prompts), samples, "evaluate", temperature)
         tally = _Tally()
         self._run(work, plan, None, tally, dealt=True)
+        self._cache_report()  # a step's report is about its own requests
         return sorted(tally.complete, key=lambda group: group.prompt.index)
 
     # ---- the two modes ----
@@ -231,7 +238,17 @@ class Collector:
             temperature,
             self._config.rollout.max_response_tokens,
             self._engine.stop_token_ids,
+            dense=purpose == "evaluate" and not self._config.evaluation.sparse_kv,
         )
+
+    def _cache_report(self) -> CacheReport | None:
+        """Of all engines since the last call; None where caches are whole."""
+        if not self._config.rollout.sparse_kv.enabled:
+            return None
+        gathered: list[CacheReport | None] = [None] * dist.get_world_size(self._group)
+        own = self._engine.take_cache_report()
+        dist.all_gather_object(gathered, own if self._engine.is_leader else None, group=self._group)
+        return CacheReport.merged([report for report in gathered if report is not None])
 
     # ---- one stage on all engines ----
 

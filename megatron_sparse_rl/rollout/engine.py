@@ -10,7 +10,7 @@ initialize_model_parallel: ExternalDP x TP).
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,9 +19,17 @@ import torch.distributed as dist
 
 from megatron_sparse_rl.config import Config
 from megatron_sparse_rl.rollout import vllm_compat
-from megatron_sparse_rl.rollout.engine_arguments import check_engine, engine_arguments, max_model_tokens
+from megatron_sparse_rl.rollout.engine_arguments import (
+    cache_tokens_per_request,
+    check_engine,
+    engine_arguments,
+    max_model_tokens,
+)
 from megatron_sparse_rl.rollout.residency import Residency
 from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest, read_stop_token_ids
+from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
+from megatron_sparse_rl.rollout.sparse_kv.report import CacheReport, CacheUsage, cache_usage
+from megatron_sparse_rl.rollout.sparse_kv.requests import protection
 from megatron_sparse_rl.trajectory import FinishReason
 from megatron_sparse_rl.weights.architecture import read_architecture
 
@@ -97,13 +105,21 @@ class Engine:
             with vllm_compat.quiet_start():
                 from vllm import LLM
 
+                if config.rollout.sparse_kv.enabled:
+                    from megatron_sparse_rl.rollout.sparse_kv.plugin import register
+
+                    register()  # vLLM does it where the package is installed, not where it is only imported
                 self._llm = LLM(**engine_arguments(config, model_path, cuda=cuda))
         vllm_compat.keep_process_groups(self._llm)
         self.tensor_rank, self.tensor_size = vllm_compat.tensor_rank_and_size()
         self.index, self.count = dist.get_rank() // self.tensor_size, world_size // self.tensor_size
         self.residency = Residency(self._llm, releases_memory=cuda)
         self._max_running = config.rollout.max_running
+        self._sparse_kv = config.rollout.sparse_kv
+        self._cache_tokens_per_request = cache_tokens_per_request(config)
         self._running: dict[str, _Answer] = {}
+        self._block_size = config.rollout.block_size
+        self._cache_usages: list[CacheUsage] = []
         logger.info("engine %d of %d, tensor rank %d, ready", self.index, self.count, self.tensor_rank)
 
     @property
@@ -138,8 +154,10 @@ class Engine:
 
     @property
     def full_length_requests(self) -> int:
-        """Requests of full length that the KV cache holds at one time, at least 1; never preempted then."""
-        held = vllm_compat.kv_cache_tokens(self._llm) // self.max_model_tokens
+        """Training requests of full length that the KV cache holds at one time, at least 1; none of so many
+        is ever preempted.
+        """
+        held = vllm_compat.kv_cache_tokens(self._llm) // self._cache_tokens_per_request
         return max(1, min(held, self._max_running))
 
     @property
@@ -181,9 +199,12 @@ class Engine:
 
         self.residency.require_ready()
         self._check_request(request)
+        extra_arguments = protection(self._protected(request)) if self._sparse_kv.enabled else None
         with vllm_compat.preserved_random_state():
             self._llm.llm_engine.add_request(
-                request.request_id, tokens_input(request.token_ids.tolist()), _sampling_params(request)
+                request.request_id,
+                tokens_input(request.token_ids.tolist()),
+                _sampling_params(request, extra_arguments),
             )
         self._running[request.request_id] = _Answer(request)
 
@@ -203,7 +224,7 @@ class Engine:
             answer.extend(completion)
             if output.finished:
                 finished.append(answer.finished(self.version))
-                del self._running[output.request_id]
+                self._ended(self._running.pop(output.request_id))
         return finished
 
     def cancel(self) -> list[SampledTokens]:
@@ -214,7 +235,41 @@ class Engine:
         if cancelled:
             self._llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
+        for answer in cancelled:
+            self._ended(answer)
         return [answer.partial(self.version) for answer in cancelled]
+
+    def take_cache_report(self) -> CacheReport:
+        """The KV caches of requests that ended since the last call; with `rollout.sparse_kv` only."""
+        ((compactions, seconds, retained),) = self._llm.collective_rpc("take_sparse_kv_counts")
+        usages, self._cache_usages = tuple(self._cache_usages), []
+        if retained is not None:
+            retained = replace(retained, request_id=vllm_compat.submitted_id(retained.request_id))
+        block_bytes = vllm_compat.kv_block_bytes(self._llm) * self.tensor_size
+        return CacheReport(usages, block_bytes, compactions, seconds, retained)
+
+    def _protected(self, request: SampleRequest) -> int:
+        """Tokens that a compacted cache has to retain: all of a dense request's."""
+        if request.dense:
+            return self.max_model_tokens
+        prompt_tokens = len(request.token_ids) if request.prompt_tokens is None else request.prompt_tokens
+        return min(prompt_tokens, self._sparse_kv.protect_prompt)
+
+    def _ended(self, answer: _Answer) -> None:
+        """Note down how much cache the request used. The last token was sampled, but never fed."""
+        if not self._sparse_kv.enabled:
+            return
+        request, settings = answer.request, self._sparse_kv
+        usage = cache_usage(
+            request.request_id,
+            logical=len(request.token_ids) + max(0, len(answer.token_ids) - 1),
+            longest=len(request.token_ids) + request.max_tokens,
+            protected=self._protected(request),
+            rule=Lengths(settings.budget, settings.buffer),
+            block_size=self._block_size,
+            reserve=settings.reserve,
+        )
+        self._cache_usages.append(usage)
 
     def _check_request(self, request: SampleRequest) -> None:
         if request.request_id in self._running:
@@ -235,7 +290,7 @@ class Engine:
             )
 
 
-def _sampling_params(request: SampleRequest) -> Any:
+def _sampling_params(request: SampleRequest, extra_arguments: dict[str, int] | None) -> Any:
     """vLLM's parameters: whole vocabulary, one answer, its own seed, no other stop than the request's."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -251,4 +306,5 @@ def _sampling_params(request: SampleRequest) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args=extra_arguments,
     )

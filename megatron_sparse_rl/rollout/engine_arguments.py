@@ -5,9 +5,11 @@ In: `Config`, the model's `Architecture`, the number of processes, the device. O
 plain data.
 """
 
+import dataclasses
 from typing import Any
 
 from megatron_sparse_rl.config import Config
+from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
 from megatron_sparse_rl.rollout.vllm_compat import CPU_WORKER
 from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.weights.architecture import Architecture
@@ -15,6 +17,8 @@ from megatron_sparse_rl.weights.architecture import Architecture
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 BYTES = {"bf16": 2, "fp32": 4}
 GIB = 1 << 30
+SPARSE_CPU_WORKER = "megatron_sparse_rl.rollout.sparse_kv.cpu_worker.SparseCPUWorker"
+SPARSE_SCHEDULER = "megatron_sparse_rl.rollout.sparse_kv.scheduler.SparseScheduler"
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 
 
@@ -55,7 +59,23 @@ def engine_arguments(config: Config, model_path: str, *, cuda: bool) -> dict[str
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_fraction, "enable_sleep_mode": True}
     else:
         arguments |= {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * GIB), "worker_cls": CPU_WORKER}
+    if rollout.sparse_kv.enabled:
+        arguments |= {
+            "enable_prefix_caching": False,
+            "worker_cls": SPARSE_CPU_WORKER,
+            "scheduler_cls": SPARSE_SCHEDULER,
+            "additional_config": {"sparse_kv": dataclasses.asdict(rollout.sparse_kv)},
+        }
     return arguments
+
+
+def cache_tokens_per_request(config: Config) -> int:
+    """KV-cache tokens that the longest training request occupies at its peak, in whole blocks."""
+    rollout, tokens = config.rollout, max_model_tokens(config)
+    if rollout.sparse_kv.enabled:
+        protected = min(rollout.sparse_kv.protect_prompt, rollout.max_prompt_tokens)
+        tokens = Lengths(rollout.sparse_kv.budget, rollout.sparse_kv.buffer).peak(tokens, protected)
+    return -(-tokens // rollout.block_size) * rollout.block_size
 
 
 def check_engine(config: Config, architecture: Architecture, *, world_size: int, cuda: bool) -> None:
@@ -80,6 +100,11 @@ def check_engine(config: Config, architecture: Architecture, *, world_size: int,
             "use a divisor or a multiple"
         )
     _check_length(config, architecture)
+    if cuda and config.rollout.sparse_kv.enabled:
+        raise SettingError(
+            f"rollout.sparse_kv.policy={config.rollout.sparse_kv.policy} runs on device=cpu only; use "
+            "rollout.sparse_kv.policy=none on CUDA"
+        )
     if not cuda:
         if architecture.head_dim not in CPU_HEAD_DIMS:
             raise SettingError(
@@ -101,15 +126,19 @@ def _check_length(config: Config, architecture: Architecture) -> None:
 
 
 def _check_kv_cache(config: Config, architecture: Architecture) -> None:
-    """One full sequence must fit; block 0 is vLLM's own and holds no tokens."""
+    """One full sequence must fit, a whole one for a dense evaluation; block 0 is vLLM's own and holds no
+    tokens.
+    """
     rollout = config.rollout
+    dense = config.evaluation.problems > 0 and not config.evaluation.sparse_kv
+    tokens = max_model_tokens(config) if dense else cache_tokens_per_request(config)
     heads = max(1, architecture.kv_heads // rollout.tensor)
     token_bytes = 2 * architecture.layers * heads * architecture.head_dim * BYTES[engine_precision(config)]
-    blocks = -(-max_model_tokens(config) // rollout.block_size) + 1
+    blocks = -(-tokens // rollout.block_size) + 1
     needed = blocks * rollout.block_size * token_bytes / GIB
     if rollout.kv_cache_gib < needed:
         raise SettingError(
             f"rollout.kv_cache_gib={rollout.kv_cache_gib} holds no full sequence of "
-            f"{max_model_tokens(config)} tokens; use at least {needed:.4f}, times the "
+            f"{tokens} tokens; use at least {needed:.4f}, times the "
             "number of answers that should run at one time"
         )

@@ -22,13 +22,14 @@ from megatron_sparse_rl.trajectory import Group, Prompt, Trajectory
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """What all requests of a stage have in common."""
+    """What all requests of a stage have in common; `dense`: their whole KV caches are kept."""
 
     purpose: Purpose
     run_seed: int
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class OpenGroup:
                 rule.run_seed, self.prompt.index, index, self.resumes[index], purpose=rule.purpose
             ),
             stop_token_ids=rule.stop_token_ids,
+            prompt_tokens=len(self.prompt.token_ids),
+            dense=rule.dense,
         )
 
     def extended(self, index: int, sampled: SampledTokens) -> "OpenGroup":

@@ -20,7 +20,11 @@ Purpose = Literal["train", "evaluate"]
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One answer to sample after `token_ids` int64 [P]: at most `max_tokens`, or up to a stop token."""
+    """One answer to sample after `token_ids` int64 [P]: at most `max_tokens`, or up to a stop token.
+
+    `prompt_tokens`: how many of the first tokens are the prompt, the rest being an answer that was begun
+    before; None: all. `dense`: keep its whole KV cache, whatever `rollout.sparse_kv` says.
+    """
 
     request_id: str
     token_ids: np.ndarray
@@ -28,6 +32,8 @@ class SampleRequest:
     temperature: float
     seed: int
     stop_token_ids: tuple[int, ...]
+    prompt_tokens: int | None = None
+    dense: bool = False
 
 
 @dataclass(frozen=True)

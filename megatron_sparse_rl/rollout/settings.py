@@ -1,4 +1,4 @@
-"""Settings of the rollout: sampling, group sizes, engine memory."""
+"""Settings of the rollout: sampling, group sizes, engine memory, KV compression."""
 
 from typing import Literal
 
@@ -32,6 +32,78 @@ class PartialSettings:
 
 
 @settings
+class SparseKVSettings:
+    """A KV cache of bounded size for every request: docs/sparse-kv.md.
+
+    While an answer grows, each KV head keeps `budget` tokens that `policy` selects, beside the protected
+    beginning; `buffer` more may come before it selects again.
+    """
+
+    policy: Literal["none", "rkv", "snapkv", "h2o", "streaming_llm", "random"] = setting(
+        "none", "How retained tokens are selected; none: dense, the whole cache is kept."
+    )
+    budget: int = setting(
+        512,
+        "Tokens each KV head retains when it selects, the protected ones not counted (B).",
+        unit="tokens",
+        ge=2,
+    )
+    buffer: int = setting(128, "Tokens that come between two selections (b).", unit="tokens", ge=1)
+    window: int = setting(
+        8,
+        "Last tokens, which are always retained and whose queries judge the others (alpha).",
+        unit="tokens",
+        ge=1,
+    )
+    rkv_lambda: float = setting(0.1, "Weight of importance against redundancy in rkv (lambda).", ge=0, le=1)
+    sinks: int = setting(4, "First tokens that streaming_llm retains.", unit="tokens", ge=0)
+    pooling: int = setting(
+        7, "Kernel of the max-pooling of importance over neighbours, in rkv and snapkv.", unit="tokens", ge=1
+    )
+    protect_prompt: int = setting(
+        1024,
+        "First tokens of the prompt that are never evicted, beside the budget; 0: the prompt is compressed "
+        "like the answer, as in the papers.",
+        unit="tokens",
+        ge=0,
+    )
+    reserve: bool = setting(
+        True,
+        "Hold the blocks of a request's largest need from its admission on, so that none is ever preempted; "
+        "false: only those it needs now.",
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is evicted."""
+        return self.policy != "none"
+
+    @model_validator(mode="after")
+    def _check(self) -> "SparseKVSettings":
+        if self.window >= self.budget:
+            raise ValueError(
+                f"window={self.window} leaves nothing to select of budget={self.budget}; use a smaller window"
+            )
+        if self.window > self.buffer:
+            raise ValueError(
+                f"window={self.window} is longer than buffer={self.buffer}, so that queries from before the "
+                "last selection would judge; use a smaller window or a larger buffer"
+            )
+        if self.pooling % 2 == 0:
+            raise ValueError(f"pooling={self.pooling} has no middle; use an odd number")
+        if self.policy == "streaming_llm" and self.sinks + self.window > self.budget:
+            raise ValueError(
+                f"sinks={self.sinks} and window={self.window} exceed budget={self.budget}; raise the budget"
+            )
+        if self.policy == "h2o" and self.window > self.budget // 2:
+            raise ValueError(
+                f"window={self.window} is longer than the recent half of budget={self.budget} that h2o "
+                "keeps; use at most half the budget"
+            )
+        return self
+
+
+@settings
 class RolloutSettings:
     """How answers are sampled."""
 
@@ -60,6 +132,7 @@ class RolloutSettings:
         False, "After each weight update compare checksums of every tensor in learner and engine."
     )
     partial: PartialSettings = setting(PartialSettings, "Partial rollouts.")
+    sparse_kv: SparseKVSettings = setting(SparseKVSettings, "Compression of the KV cache.")
     extra_stop_token_ids: tuple[int, ...] = setting(
         (), "Token ids that end an answer beside those of the model's generation_config (all of which count)."
     )
@@ -93,3 +166,6 @@ class EvaluationSettings:
     problems: int = setting(64, "Held-out problems; 0 turns evaluation off.", unit="problems", ge=0)
     samples: int = setting(4, "Answers per problem; pass@1 is their mean.", unit="samples", ge=1)
     temperature: float = setting(1.0, "Sampling temperature of the evaluation; 0 is greedy.", ge=0)
+    sparse_kv: bool = setting(
+        False, "Evaluate with the compressed KV cache of the rollouts; false: with the whole cache."
+    )

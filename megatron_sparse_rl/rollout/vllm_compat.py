@@ -40,11 +40,12 @@ CPU_ENVIRONMENT: dict[str, str | None] = {
     "VLLM_CPU_KVCACHE_SPACE": None,
 }
 
-# Warnings that say what is meant to be so, by logger: the seed is restored, eager mode is asked for, there
-# is no Triton on a CPU and no state-space layers; the thread count is the learner's, and faster allocators
-# and OpenMP libraries are the user's choice.
+# Warnings that say what is meant to be so, by logger: the seed is restored, the scheduler is ours, eager mode
+# is asked for, there is no Triton on a CPU and no state-space layers; the thread count is the learner's, and
+# faster allocators and OpenMP libraries are the user's choice.
 HANDLED_WARNINGS = {
     "vllm.engine.arg_utils": ("The global random seed is set",),
+    "vllm.config.scheduler": ("Using custom scheduler class",),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled"),
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
@@ -169,9 +170,23 @@ def tensor_rank_and_size() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
+def submitted_id(request_id: str) -> str:
+    """The id under which a request was submitted, of vLLM's own (v1/engine/input_processor.py,
+    assign_request_id, appends a dash and random characters).
+    """
+    return request_id.rpartition("-")[0]
+
+
+def kv_block_bytes(llm: Any) -> int:
+    """Bytes of one KV-cache block over all layers of this rank (v1/kv_cache_interface.py)."""
+    core = llm.llm_engine.engine_core.engine_core
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    return sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups)
+
+
 def kv_cache_tokens(llm: Any) -> int:
-    """Tokens that this rank's KV cache holds; the engine core sets the block count when it has profiled the
-    memory (config/cache.py, num_gpu_blocks).
+    """Tokens that this rank's KV cache holds, vLLM's own first block not counted; the engine core sets the
+    block count when it has profiled the memory (config/cache.py, num_gpu_blocks).
     """
     cache = llm.llm_engine.vllm_config.cache_config
-    return (cache.num_gpu_blocks or 0) * cache.block_size
+    return max(0, (cache.num_gpu_blocks or 0) - 1) * cache.block_size

@@ -34,6 +34,8 @@ RELIED_ON = [
     ("v1/executor/uniproc_executor.py", 'rank = int(os.environ["RANK"])'),
     ("v1/engine/core_client.py", "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)"),
     ("v1/engine/core.py", "enable_envs_cache()"),
+    ("v1/engine/input_processor.py", 'f"{request.external_req_id}-{random_uuid():.8}"'),
+    ("v1/core/sched/scheduler.py", "self.kv_cache_config = kv_cache_config"),
     ("v1/engine/core.py", "freeze_gc_heap()"),
     ("distributed/parallel_state.py", "# the layout order is: ExternalDP x DP x PP x PCP x TP"),
     ("platforms/cpu.py", "int(os.environ[env_key])"),

@@ -1,0 +1,83 @@
+"""Reading keys and values out of the blocks of vLLM's CPU cache, and writing them back.
+
+In: a layer and block ids. Out: keys and values as [requests, kv_heads, tokens, head_dim]. How a block stores
+keys depends on the instruction set (v1/attention/backends/cpu_attn.py, _get_attn_isa): the layout is found by
+writing known numbers through vLLM's own writer, which also writes what is retained.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DIGIT = 64  # up to 255 every integer is exact in bfloat16
+
+
+class CPUCacheLayout:
+    """How caches [blocks, kv_heads, block_size, 2 * head_dim] are stored; all layers store alike."""
+
+    def __init__(self, layer: Any) -> None:
+        cache = layer.kv_cache
+        self.kv_heads, self.block_size, self.head_dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
+        keys, values = self._probe(layer)
+        self._keys = None if _is_transposed(keys) else keys.flatten()
+        self._values = None if _is_plain(values) else values.flatten()
+
+    def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks, int64 [requests, n] ids -> two
+        [requests, kv_heads, n * block_size, head_dim].
+        """
+        both = cache.view(cache.shape[0], self.kv_heads, 2, -1)
+        keys, values = both[:, :, 0][blocks], both[:, :, 1][blocks]  # [requests, n, kv_heads, cells]
+        cells = (*keys.shape[:3], self.block_size, self.head_dim)
+        if self._keys is None:
+            keys = keys.view(*cells[:3], self.head_dim, self.block_size).transpose(3, 4)
+        else:
+            keys = keys[..., self._keys].view(cells)
+        values = values.view(cells) if self._values is None else values[..., self._values].view(cells)
+        return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
+
+    def write(self, layer: Any, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store [requests, kv_heads, n, head_dim] at `slots` int64 [requests, n], each the number of a block
+        times block_size plus a place in it.
+        """
+        rows = [t.transpose(1, 2).flatten(0, 1).contiguous() for t in (keys, values)]
+        layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, slots.flatten())
+
+    def _probe(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """int64 [block_size, head_dim] each: the cell of a head's keys, or values, that holds the element."""
+        size = (self.block_size, self.kv_heads, self.head_dim)
+        token = torch.arange(self.block_size).view(-1, 1, 1).expand(size)
+        element = torch.arange(self.head_dim).expand(size)
+        token_of, element_of = (self._written(layer, numbers) for numbers in (token, element))
+        places = []
+        for half in range(2):
+            place = torch.full(size[::2], -1)
+            cells = torch.arange(self.block_size * self.head_dim)
+            place[token_of[half], element_of[half]] = cells
+            if (place < 0).any():
+                raise RuntimeError("vLLM's CPU cache does not store each element of a block in its own cell")
+            places.append(place)
+        return places[0], places[1]
+
+    def _written(self, layer: Any, numbers: Tensor) -> Tensor:
+        """int64 [2, block_size * head_dim]: `numbers` as a block stores them, as keys and as values.
+
+        They are written digit by digit, since low precision has no large integers.
+        """
+        high, low = (self._stored(layer, digits) for digits in (numbers // DIGIT, numbers % DIGIT))
+        return high * DIGIT + low
+
+    def _stored(self, layer: Any, digits: Tensor) -> Tensor:
+        rows = digits.to(layer.kv_cache.dtype).contiguous()
+        scratch = torch.zeros(1, self.kv_heads, self.block_size, 2 * self.head_dim, dtype=rows.dtype)
+        layer.impl.do_kv_cache_update(layer, rows, rows, scratch, torch.arange(self.block_size))
+        return scratch[0, 0].view(2, -1).long()
+
+
+def _is_plain(places: Tensor) -> bool:
+    return bool((places.flatten().diff() == 1).all())
+
+
+def _is_transposed(places: Tensor) -> bool:
+    return bool((places.t().flatten().diff() == 1).all())

@@ -1,0 +1,47 @@
+"""What a compacted cache does not go with, each refused with its reason.
+
+In: vLLM's configuration and the specs of the layers. Out: nothing, or a ValueError.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raises ValueError for an engine feature that assumes that the cache holds every token."""
+    reasons = {
+        "prefix caching (enable_prefix_caching): a shared block would be compacted under other requests": (
+            vllm_config.cache_config.enable_prefix_caching
+        ),
+        "speculative decoding (speculative_config): rejected tokens cannot be taken back from the cache": (
+            vllm_config.speculative_config is not None
+        ),
+        "context-parallel decode (decode_context_parallel_size): no rank holds all keys of a KV head": (
+            vllm_config.parallel_config.decode_context_parallel_size > 1
+        ),
+        "pipeline parallelism (pipeline_parallel_size): the stages would have to agree on blocks": (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "KV transfer (kv_transfer_config): the receiver expects every token": (
+            vllm_config.kv_transfer_config is not None
+        ),
+        f"cache_dtype={vllm_config.cache_config.cache_dtype}: selection reads unscaled keys, use auto": (
+            vllm_config.cache_config.cache_dtype != "auto"
+        ),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise ValueError(f"rollout.sparse_kv does not go with {reason}")
+
+
+def check_layers(specs: Mapping[str, Any]) -> None:
+    """Raises ValueError for layers that are no plain full attention (MLA, sliding window, state space)."""
+    for name, spec in specs.items():
+        if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+            raise ValueError(
+                f"rollout.sparse_kv needs full attention in every layer, but {name} has "
+                f"{type(spec).__name__} (sliding window {getattr(spec, 'sliding_window', None)}); use "
+                "rollout.sparse_kv.policy=none"
+            )

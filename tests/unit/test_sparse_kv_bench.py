@@ -1,0 +1,59 @@
+"""The benchmark of compacted caches: ratios from raw rounds, and pools of the size that is claimed."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "tools" / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch):
+    """The benchmark as its own script imports it: siblings are top-level modules."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("sparse_kv")
+    for name in [
+        n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))
+    ]:
+        del sys.modules[name]
+
+
+def side(tokens_per_s: float, running: float = 8.0, blocks: float = 6.0) -> dict[str, float]:
+    return {
+        "tokens_per_s": tokens_per_s,
+        "running": running,
+        "preemptions": 0.0,
+        "compaction_share": 0.03,
+        "peak_blocks_per_request": blocks,
+        "bound_blocks": 6.0,
+    }
+
+
+def test_ratios_are_of_medians(bench: ModuleType) -> None:
+    rounds = {
+        "crowded": {"stock": [side(100.0, 12.0)], "sparse": [side(230.0, 30.0, 5.0), side(250.0, 30.0)]},
+        "unpressured": {"stock": [side(9.0), side(10.0), side(90.0)], "sparse": [side(9.8)] * 3},
+    }
+    found = bench.figures(rounds)
+    assert found["tokens_per_s_ratio"] == pytest.approx(2.4)
+    assert found["running_ratio"] == pytest.approx(2.5)
+    assert found["overhead_unpressured"] == pytest.approx(0.02)
+    assert found["peak_blocks_per_request"] == found["bound_blocks"] == 6
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.slow
+def test_quick_benchmark_runs(tmp_path: Path) -> None:
+    path = tmp_path / "sparse_kv.json"
+    command = [sys.executable, str(FOLDER / "sparse_kv.py"), "--quick", "--json", str(path)]
+    subprocess.run(command, check=True, timeout=300)
+    found = json.loads(path.read_text())
+    assert found["preemptions"] == 0
+    assert found["peak_blocks_per_request"] == found["bound_blocks"] == 2
+    assert found["running_ratio"] > 1.5
+    assert found["sides"]["crowded"]["stock"]["preemptions"] > 0
