@@ -29,7 +29,7 @@ from megatron_sparse_rl.rollout.residency import Residency
 from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest, read_stop_token_ids
 from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
 from megatron_sparse_rl.rollout.sparse_kv.report import CacheReport, CacheUsage, cache_usage
-from megatron_sparse_rl.rollout.sparse_kv.requests import protection
+from megatron_sparse_rl.rollout.sparse_kv.requests import protection, sharing_salt
 from megatron_sparse_rl.trajectory import FinishReason
 from megatron_sparse_rl.weights.architecture import read_architecture
 
@@ -43,6 +43,7 @@ class _Answer:
     """What one running request has yielded so far."""
 
     request: SampleRequest
+    shared_tokens: int = 0  # found in the prefix cache
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -199,11 +200,14 @@ class Engine:
 
         self.residency.require_ready()
         self._check_request(request)
-        extra_arguments = protection(self._protected(request)) if self._sparse_kv.enabled else None
+        extra_arguments = salt = None
+        if self._sparse_kv.enabled:
+            protected = self._protected(request)
+            extra_arguments, salt = protection(protected), sharing_salt(protected)
         with vllm_compat.preserved_random_state():
             self._llm.llm_engine.add_request(
                 request.request_id,
-                tokens_input(request.token_ids.tolist()),
+                tokens_input(request.token_ids.tolist(), cache_salt=salt),
                 _sampling_params(request, extra_arguments),
             )
         self._running[request.request_id] = _Answer(request)
@@ -222,6 +226,7 @@ class Engine:
             answer = self._running[output.request_id]
             (completion,) = output.outputs
             answer.extend(completion)
+            answer.shared_tokens = output.num_cached_tokens or 0
             if output.finished:
                 finished.append(answer.finished(self.version))
                 self._ended(self._running.pop(output.request_id))
@@ -265,6 +270,7 @@ class Engine:
             logical=len(request.token_ids) + max(0, len(answer.token_ids) - 1),
             longest=len(request.token_ids) + request.max_tokens,
             protected=self._protected(request),
+            shared=answer.shared_tokens,
             rule=Lengths(settings.budget, settings.buffer),
             block_size=self._block_size,
             reserve=settings.reserve,

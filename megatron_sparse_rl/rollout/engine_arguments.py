@@ -61,7 +61,6 @@ def engine_arguments(config: Config, model_path: str, *, cuda: bool) -> dict[str
         arguments |= {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * GIB), "worker_cls": CPU_WORKER}
     if rollout.sparse_kv.enabled:
         arguments |= {
-            "enable_prefix_caching": False,
             "worker_cls": SPARSE_CPU_WORKER,
             "scheduler_cls": SPARSE_SCHEDULER,
             "additional_config": {"sparse_kv": dataclasses.asdict(rollout.sparse_kv)},

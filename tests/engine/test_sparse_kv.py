@@ -11,7 +11,7 @@ POLICIES = ("rkv", "snapkv", "h2o", "streaming_llm", "random")
 def test_one_rank(checkpoint: Callable[..., str]) -> None:
     """Every policy, any mix of requests, preempted, aborted and resumed ones; dense is the stock engine."""
     (output,) = run_ranks(MODULE, 1, timeout=280, args=[checkpoint("llama"), "1"])
-    checks = (*POLICIES, "choices", "batch", "resumed", "preemption", "dense", "refusals")
+    checks = (*POLICIES, "choices", "batch", "resumed", "preemption", "shared prompts", "dense", "refusals")
     assert [line for line in output.splitlines() if line.startswith("ok")] == [f"ok {c}" for c in checks]
 
 

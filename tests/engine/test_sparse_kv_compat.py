@@ -19,6 +19,13 @@ RELIED_ON = [
     ("v1/kv_cache_spec_registry.py", "if _REGISTRY_KVCACHESPEC_LIST:\n            return", 1),
     ("v1/worker/gpu_model_runner.py", "slot_mapping = blk_table.slot_mapping.gpu[:num_tokens_padded]", 1),
     ("v1/worker/gpu_model_runner.py", "slot_mappings_by_layer[layer_name] = slot_mapping", 1),
+    (
+        "v1/worker/gpu_model_runner.py",
+        "num_tokens = [self.requests[r].num_tokens for r in self.input_batch.req_ids]",
+        1,
+    ),
+    ("v1/core/kv_cache_manager.py", "self.coordinator.cache_blocks(request, num_tokens_to_cache)", 1),
+    ("v1/core/kv_cache_utils.py", "if (start_token_idx == 0 and request.cache_salt)", 1),
     ("v1/attention/backends/cpu_attn.py", "forward_includes_kv_cache_update: bool = False", 1),
     ("v1/attention/backends/cpu_attn.py", "[num_blocks, num_kv_heads, block_size, 2 * head_size]", 1),
     ("platforms/cpu.py", "return AttentionBackendEnum.CPU_ATTN.get_path()", 1),
@@ -72,7 +79,7 @@ def test_memory_of_the_longest_request_is_bounded() -> None:
 
 def engine(**changes: Any) -> Any:
     parts = {
-        "cache_config": {"enable_prefix_caching": False, "cache_dtype": "auto"},
+        "cache_config": {"cache_dtype": "auto"},
         "parallel_config": {"decode_context_parallel_size": 1, "pipeline_parallel_size": 1},
     }
     for name, value in changes.items():
@@ -85,7 +92,6 @@ def engine(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"enable_prefix_caching": True}, "prefix caching .* a shared block"),
         ({"decode_context_parallel_size": 2}, "context-parallel decode .* no rank holds all keys"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"cache_dtype": "fp8"}, "cache_dtype=fp8: selection reads unscaled keys"),

@@ -1,7 +1,8 @@
 """vLLM's real scheduler with compacted caches, and a simulated worker that knows what every place holds.
 
 Whatever arrives, is aborted or preempted, and however deep the pipeline: a request finds in its blocks what
-it wrote there, holds no more blocks than its bound, and leaves none behind.
+it wrote there, or another one with the same beginning wrote for both, holds no more blocks than its bound,
+and leaves none behind.
 """
 
 import copy
@@ -26,6 +27,7 @@ MODEL_LENGTH = 512
 @dataclass(frozen=True)
 class Arrival:
     step: int
+    text: int
     prompt: int
     answer: int
     protected: int | None
@@ -51,6 +53,7 @@ class Case:
 ARRIVALS = st.builds(
     Arrival,
     step=st.integers(0, 60),
+    text=st.integers(0, 1),
     prompt=st.integers(1, 200),
     answer=st.integers(1, 120),
     protected=st.sampled_from([None, None, 0, 17, MODEL_LENGTH]),
@@ -87,12 +90,15 @@ class Simulator:
 def simulate(checkpoint: Callable[..., str]) -> Simulator:
     with preserved_process():
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import init_none_hash
 
         from megatron_sparse_rl.rollout.sparse_kv.plugin import register
 
         register()
+        init_none_hash(sha256)
         arguments = EngineArgs(
-            model=checkpoint("llama"), max_model_len=MODEL_LENGTH, enable_prefix_caching=False, max_num_seqs=6
+            model=checkpoint("llama"), max_model_len=MODEL_LENGTH, enable_prefix_caching=True, max_num_seqs=6
         )
         return Simulator(arguments.create_engine_config())
 
@@ -138,44 +144,53 @@ class Simulation:
         )
         self.scheduler.use_v2_model_runner = case.resumed_as_new
         self.manager = self.scheduler.block_manager
-        self.table = RequestTable(self.spec, blocks=blocks, slots=6, device=torch.device("cpu"))
-        self.cache: dict[tuple[int, int], tuple[str, int]] = {}  # (block, place): (request, position)
+        self.table = RequestTable(self.spec, slots=6, batch=lambda: list(self.table.running))
+        self.cache: dict[tuple[int, int], Any] = {}  # (block, place): what lies there, see `_content`
+        self.states: dict[str, Any] = {}  # as the worker knew each request when it entered last
         self.held: dict[str, list[int]] = {}  # positions in a request's cache, in the order of its places
         self.flying: deque[tuple[Any, Any]] = deque()
         self.preempted = 0
         self.compacted = 0
+        self.taken_over = 0  # tokens that a request found in blocks of another
+        self.most_blocks = 0
 
     def _request(self, index: int, arrival: Arrival) -> Any:
         from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.request import Request
 
-        from megatron_sparse_rl.rollout.sparse_kv.requests import protection
+        from megatron_sparse_rl.rollout.sparse_kv.requests import protection, sharing_salt
 
         extra = None if arrival.protected is None else protection(arrival.protected)
         return Request(
             request_id=f"r{index}",
-            prompt_token_ids=[1] * arrival.prompt,
+            prompt_token_ids=[arrival.text] * arrival.prompt,
             sampling_params=SamplingParams(max_tokens=arrival.answer, ignore_eos=True, extra_args=extra),
             pooling_params=None,
+            cache_salt=sharing_salt(self._protected(arrival)),
+            block_hasher=get_request_block_hasher(self.case.block_size, sha256),
         )
 
-    def _protected(self, request: Any) -> int:
-        arrival = self.case.arrivals[int(request.request_id[1:])]
+    def _arrival(self, request_id: str) -> Arrival:
+        return self.case.arrivals[int(request_id[1:])]
+
+    def _protected(self, arrival: Arrival) -> int:
         if arrival.protected is None:
             return min(arrival.prompt, self.case.protect_prompt)
         return arrival.protected
 
     def _bound(self, request: Any) -> int:
-        most = self._protected(request) + self.case.budget + self.case.buffer
+        most = self._protected(self._arrival(request.request_id)) + self.case.budget + self.case.buffer
         return -(-min(most, request.num_prompt_tokens + request.max_tokens) // self.case.block_size)
 
     def run(self) -> None:
         """Until every request has ended; the limit on steps would show a request that waits for ever."""
-        waiting = deque(sorted(self.requests, key=lambda r: self.case.arrivals[int(r.request_id[1:])].step))
+        waiting = deque(sorted(self.requests, key=lambda request: self._arrival(request.request_id).step))
         step = 0
         while waiting or self.scheduler.has_unfinished_requests() or self.flying:
             assert step < 4000, "no end in sight"
-            while waiting and self.case.arrivals[int(waiting[0].request_id[1:])].step <= step:
+            while waiting and self._arrival(waiting[0].request_id).step <= step:
                 self.scheduler.add_request(waiting.popleft())
             self._disturb(step)
             self._step()
@@ -201,7 +216,7 @@ class Simulation:
             self.scheduler._preempt_request(victim, time.time())
             self.preempted += 1
         for request in list(self.scheduler.running):
-            after = self.case.arrivals[int(request.request_id[1:])].abort_after
+            after = self._arrival(request.request_id).abort_after
             if after is not None and request.num_output_tokens >= after:
                 self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
@@ -224,18 +239,29 @@ class Simulation:
 
     def _write(self, state: Any, count: int) -> None:
         before = state.logical - count
-        held = self.held.setdefault(state.request_id, [])
-        if before == 0:
-            held.clear()
+        if self.states.get(state.request_id) is not state:
+            self.states[state.request_id] = state
+            self.held[state.request_id] = list(range(before))
+            assert before <= state.protected
+            self.taken_over += before
+        held = self.held[state.request_id]
         assert len(held) == self.spec.lengths.physical(before, state.protected)
         for position in range(before, state.logical):
-            self.cache[self._place(state, len(held))] = (state.request_id, position)
+            self.cache[self._place(state, len(held))] = self._content(state, position)
             held.append(position)
+
+    def _content(self, state: Any, position: int) -> Any:
+        """Requests with the same beginning have the same keys and values in their protected part."""
+        if position >= state.protected:
+            return state.request_id, position
+        arrival = self._arrival(state.request_id)
+        answered = arrival.prompt if position >= arrival.prompt else None
+        return arrival.text, answered, state.protected, position
 
     def _read(self, state: Any) -> None:
         for place, position in enumerate(self.held[state.request_id]):
             found = self.cache[self._place(state, place)]
-            assert found == (state.request_id, position), (state, place, position, found)
+            assert found == self._content(state, position), (state, place, position, found)
 
     def _compact(self, state: Any) -> None:
         held, protected = self.held[state.request_id], state.protected
@@ -244,15 +270,23 @@ class Simulation:
         self.held[state.request_id] = kept
         self.compacted += 1
         for place, position in enumerate(kept):
-            self.cache[self._place(state, place)] = (state.request_id, position)
+            self.cache[self._place(state, place)] = self._content(state, position)
 
     def _place(self, state: Any, place: int) -> tuple[int, int]:
         return state.blocks[place // self.case.block_size], place % self.case.block_size
 
     def _check_blocks(self) -> None:
         held = self.manager.req_to_blocks
-        ids = [block.block_id for blocks in held.values() for block in blocks]
-        assert len(ids) == len(set(ids)), "a block belongs to two requests"
+        owners: dict[int, tuple[str, int]] = {}
+        for name, blocks in held.items():
+            for index, block in enumerate(blocks):
+                other, place = owners.setdefault(block.block_id, (name, index))
+                if other != name:
+                    protected = self._protected(self._arrival(name))
+                    assert place == index, "requests share a block for different positions"
+                    assert protected == self._protected(self._arrival(other))
+                    assert (index + 1) * self.case.block_size <= protected, "a shared block is compacted"
+        self.most_blocks = max(self.most_blocks, len(owners))
         for name, blocks in held.items():
             request = self.requests[int(name[1:])]
             assert len(blocks) <= self._bound(request), f"{name} holds {len(blocks)} blocks"
@@ -275,8 +309,8 @@ def test_no_block_is_lost_shared_or_read_after_reuse(simulate: Simulator, case: 
 
 
 def crowded(**changes: Any) -> Case:
-    """Twelve long requests in a pool for less than three at their bound."""
-    arrivals = tuple(Arrival(i, 40 + 9 * i, 100, None, None) for i in range(12))
+    """Twelve long requests that share nothing, in a pool for less than three at their bound."""
+    arrivals = tuple(Arrival(i, i, 40 + 9 * i, 100, None, None) for i in range(12))
     base = {
         "budget": 32,
         "buffer": 16,
@@ -310,6 +344,24 @@ def test_reserved_requests_are_never_preempted(
     simulation.run()
     assert bool(count) is not reserve
     assert simulation.compacted >= 12 * 5
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_samples_of_a_group_share_their_prompt(simulate: Simulator, reserve: bool) -> None:
+    """Six requests hold the four blocks of their prompt once, also when they come at the same moment."""
+    arrivals = tuple(Arrival(0, 0, 70, 60, None, None) for _ in range(6))
+    case = {"protect_prompt": 64, "spare_blocks": 60, "reserve": reserve, "arrivals": arrivals}
+    simulation = simulate(crowded(**case))
+    simulation.run()
+    assert simulation.taken_over == 5 * 64
+    assert simulation.most_blocks == 4 + 6 * 3
+
+
+def test_other_salts_are_refused(simulate: Simulator) -> None:
+    simulation = simulate(crowded())
+    simulation.requests[0].cache_salt = "mine"
+    with pytest.raises(ValueError, match="cache_salt='mine' instead of 'protected 16'"):
+        simulation.scheduler.add_request(simulation.requests[0])
 
 
 def test_stock_scheduler_is_found_out(simulate: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:

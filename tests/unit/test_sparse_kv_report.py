@@ -1,29 +1,35 @@
 """Figures of compacted caches, and the track of retained positions against one kept by hand."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
-from megatron_sparse_rl.rollout.sparse_kv.report import CacheReport, Retained, cache_usage
+from megatron_sparse_rl.rollout.sparse_kv.report import CacheReport, CacheUsage, Retained, cache_usage
 from megatron_sparse_rl.rollout.sparse_kv.request_table import RequestState
 from megatron_sparse_rl.rollout.sparse_kv.retention import RetentionTrack
 
 RULE = Lengths(budget=32, buffer=16)
 
 
+def used(request_id: str, logical: int, **changes: Any) -> CacheUsage:
+    rest: dict[str, Any] = {"longest": 300, "protected": 10, "shared": 0, "block_size": 16, "reserve": False}
+    return cache_usage(request_id, logical=logical, rule=RULE, **(rest | changes))
+
+
 def test_usage_of_a_request() -> None:
-    usage = cache_usage("r", 100, 300, 10, RULE, block_size=16, reserve=False)
+    usage = used("r", 100)
     assert (usage.physical, usage.blocks, usage.dense_blocks, usage.compactions) == (52, 4, 7, 3)
-    short = cache_usage("s", 20, 300, 10, RULE, block_size=16, reserve=False)
+    short = used("s", 20)
     assert (short.physical, short.blocks, short.dense_blocks, short.compactions) == (20, 2, 2, 0)
-    assert cache_usage("s", 20, 300, 10, RULE, block_size=16, reserve=True).blocks == 4
+    assert used("s", 20, reserve=True).blocks == 4
 
 
 def test_metrics_are_over_all_engines() -> None:
-    usages = [cache_usage(str(n), n, n, 0, RULE, block_size=16, reserve=False) for n in (20, 100, 200)]
+    usages = [used(str(n), n, longest=n, protected=0, shared=n // 10) for n in (20, 100, 200)]
     picture = Retained("1", 2, np.zeros((1, 1)))
     merged = CacheReport.merged(
         [CacheReport(tuple(usages[:1]), 1000, 0, 0.5), CacheReport(tuple(usages[1:]), 1000, 14, 2.0, picture)]
@@ -33,6 +39,7 @@ def test_metrics_are_over_all_engines() -> None:
     assert metrics["sparse_kv/compactions"] == 14
     assert metrics["sparse_kv/compaction_share"] == pytest.approx(0.05)
     assert metrics["sparse_kv/blocks_max"] == 3
+    assert metrics["sparse_kv/shared_tokens_mean"] == pytest.approx(32 / 3)
     physical = [20, 100 - 4 * 16, 200 - 10 * 16]
     assert metrics["sparse_kv/physical_tokens_mean"] == pytest.approx(sum(physical) / 3)
     assert metrics["sparse_kv/retained_fraction"] == pytest.approx(sum(physical) / 320)

@@ -35,7 +35,7 @@ def config(sparse: dict[str, Any], *, evaluation: dict[str, Any] | None = None, 
 
 def test_engine_gets_the_settings_as_plain_data() -> None:
     arguments = engine_arguments(config(RULE), "m", cuda=False)
-    assert arguments["enable_prefix_caching"] is False
+    assert arguments["enable_prefix_caching"] is True
     assert arguments["worker_cls"].endswith("sparse_kv.cpu_worker.SparseCPUWorker")
     assert arguments["scheduler_cls"].endswith("sparse_kv.scheduler.SparseScheduler")
     assert SparseKVSettings(**arguments["additional_config"]["sparse_kv"]) == SparseKVSettings(**RULE)
@@ -112,7 +112,9 @@ class ReportingEngine(SimulatedEngine):
 
     def take_cache_report(self) -> CacheReport:
         asked, self.asked = self.asked, []
-        usages = [cache_usage(r.request_id, 100, 100, 0, Lengths(100, 20), 32, False) for r in asked]
+        lengths = {"logical": 100, "longest": 100, "protected": 0, "shared": 0}
+        rule = {"rule": Lengths(100, 20), "block_size": 32, "reserve": False}
+        usages = [cache_usage(r.request_id, **lengths, **rule) for r in asked]
         return CacheReport(tuple(usages), 1024, len(usages), 0.5)
 
 

@@ -68,7 +68,7 @@ class SparseCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         starts = common.query_start_loc
         counts = starts[1:] - starts[:-1]
         before = common.seq_lens - counts
-        protected, slots = requests.by_block[common.block_table_tensor[:, 0].long()].unbind(1)
+        protected, slots = requests.rows(len(counts)).unbind(1)
         held = physical_lengths(before, protected, requests.lengths)
         tokens = int(common.query_start_loc_cpu[-1])
         owner = torch.repeat_interleave(counts.long(), output_size=tokens)
@@ -105,7 +105,7 @@ class SparseCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         rows = (position >= begins).nonzero().squeeze(1)
         if not len(rows):
             return None
-        return Observed(rows, slots[rows].long(), (position - begins)[rows].long())
+        return Observed(rows, slots[rows], (position - begins)[rows].long())
 
 
 class SparseCPUAttentionBackend(CPUAttentionBackend):

@@ -16,6 +16,7 @@ from megatron_sparse_rl.rollout.sparse_kv.refusals import check_engine, check_la
 from megatron_sparse_rl.rollout.sparse_kv.report import Retained
 from megatron_sparse_rl.rollout.sparse_kv.request_table import RequestTable
 from megatron_sparse_rl.rollout.sparse_kv.spec import SparseAttentionSpec, sparse_spec
+from megatron_sparse_rl.rollout.sparse_kv.vllm_compat import batch_order
 from megatron_sparse_rl.rollout.vllm_cpu_worker import ColocatedCPUWorker
 
 
@@ -39,9 +40,7 @@ class SparseCPUWorker(ColocatedCPUWorker):
         context = self.vllm_config.compilation_config.static_forward_context
         layers = [context[name] for name in group.layer_names]
         slots = self.vllm_config.scheduler_config.max_num_seqs
-        self.requests = RequestTable(
-            spec, blocks=kv_cache_config.num_blocks, slots=slots, device=torch.device("cpu")
-        )
+        self.requests = RequestTable(spec, slots=slots, batch=lambda: batch_order(self.model_runner))
         total_heads = self.vllm_config.model_config.get_total_num_kv_heads()
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.compactor = Compactor(self.sparse_kv, layers, first_head=rank * total_heads // size)

@@ -1,7 +1,8 @@
 """The blocks of a request whose cache is compacted, on the scheduler's side.
 
 In: how many tokens a request has computed and is about to compute. Out: as many blocks as its physical length
-needs, never more than its bound. It keeps no state of its own: the length says it all.
+needs, never more than its bound. It keeps no state of its own: the length says it all. Blocks that hold
+protected tokens only are never written again, so requests with the same beginning share them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,6 @@ class SparseAttentionManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: SparseAttentionSpec, **arguments: Any) -> None:
         super().__init__(kv_cache_spec, **arguments)
-        if self.enable_caching:
-            raise ValueError("a compacted cache holds no prefix of a prompt: set enable_prefix_caching=False")
         self.requests: Mapping[str, Any] = {}
 
     def bound(self, request: Any) -> int:
@@ -44,15 +43,17 @@ class SparseAttentionManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Blocks that are missing before the request can compute up to `num_tokens`; with
-        `apply_admission_cap` those of its whole prefill.
+        """Blocks to be taken from the free ones before the request can compute up to `num_tokens`, with
+        `apply_admission_cap` those of its whole prefill; shared ones that no request holds at present are
+        among the free.
         """
         request = self.requests[request_id]
         if apply_admission_cap and not self.kv_cache_spec.reserve:
             needed = self._blocks_at_peak(request, num_tokens)
         else:
             needed = self._needed(request, num_tokens)
-        return max(needed - len(self.req_to_blocks.get(request_id, ())), 0)
+        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        return max(needed - held, 0) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -68,8 +69,12 @@ class SparseAttentionManager(FullAttentionManager):
             self.new_block_ids.extend(block.block_id for block in blocks)
         return blocks
 
+    def cache_blocks(self, request: Any, num_tokens: int, *rest: Any, **named: Any) -> None:
+        """Let other requests share the blocks of protected tokens, and no others: those are compacted."""
+        super().cache_blocks(request, min(num_tokens, self._protected(request)), *rest, **named)
+
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """No block is shared: a place in it belongs to other positions in every request."""
+        """None, so that attention reads every request's blocks by its own table."""
         return 0
 
     def _needed(self, request: Any, num_tokens: int) -> int:

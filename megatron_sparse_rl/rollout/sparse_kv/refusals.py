@@ -12,9 +12,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 def check_engine(vllm_config: Any) -> None:
     """Raises ValueError for an engine feature that assumes that the cache holds every token."""
     reasons = {
-        "prefix caching (enable_prefix_caching): a shared block would be compacted under other requests": (
-            vllm_config.cache_config.enable_prefix_caching
-        ),
         "speculative decoding (speculative_config): rejected tokens cannot be taken back from the cache": (
             vllm_config.speculative_config is not None
         ),

@@ -17,22 +17,32 @@ from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
 class CacheUsage:
     """One request at its end.
 
-    `protected`, `logical`, `physical`: tokens protected, fed to the model, and in its cache; `blocks` it
-    held, `dense_blocks` what the whole cache would have held; `compactions` on the way, not counting those
-    that a preemption made it repeat.
+    `protected`, `logical`, `physical`: tokens protected, fed to the model, and in its cache; `shared`: those
+    it found there when it began, computed for another request with the same beginning; `blocks` it held,
+    `dense_blocks` what the whole cache would have held; `compactions` on the way, not counting those that a
+    preemption made it repeat.
     """
 
     request_id: str
     protected: int
     logical: int
     physical: int
+    shared: int
     blocks: int
     dense_blocks: int
     compactions: int
 
 
 def cache_usage(
-    request_id: str, logical: int, longest: int, protected: int, rule: Lengths, block_size: int, reserve: bool
+    request_id: str,
+    *,
+    logical: int,
+    longest: int,
+    protected: int,
+    shared: int,
+    rule: Lengths,
+    block_size: int,
+    reserve: bool,
 ) -> CacheUsage:
     """A request of `logical` tokens that might have become `longest` tokens long."""
     most = rule.peak(longest if reserve else logical, protected)
@@ -41,6 +51,7 @@ def cache_usage(
         protected=min(protected, logical),
         logical=logical,
         physical=rule.physical(logical, protected),
+        shared=shared,
         blocks=-(-most // block_size),
         dense_blocks=-(-logical // block_size),
         compactions=rule.compactions(logical, protected),
@@ -92,13 +103,14 @@ class CacheReport:
             metrics["sparse_kv/compaction_share"] = self.seconds / seconds_generating
         if not self.usages:
             return metrics
-        logical, physical, blocks, dense = (
+        logical, physical, shared, blocks, dense = (
             np.array([getattr(usage, name) for usage in self.usages], dtype=float)
-            for name in ("logical", "physical", "blocks", "dense_blocks")
+            for name in ("logical", "physical", "shared", "blocks", "dense_blocks")
         )
         return metrics | {
             "sparse_kv/logical_tokens_mean": float(logical.mean()),
             "sparse_kv/physical_tokens_mean": float(physical.mean()),
+            "sparse_kv/shared_tokens_mean": float(shared.mean()),
             "sparse_kv/retained_fraction": float(physical.sum() / logical.sum()),
             "sparse_kv/blocks_mean": float(blocks.mean()),
             "sparse_kv/blocks_max": float(blocks.max()),

@@ -1,14 +1,15 @@
 """The worker's book of the requests it runs: their blocks, their lengths, and where their queries are kept.
 
-In: the scheduler's output of each step. Out: which requests reach a compaction in it, and a tensor by which
-attention finds a request's numbers from its first block, which no two requests share.
+In: the scheduler's output of each step. Out: which requests reach a compaction in it, and for attention the
+numbers of the requests in the rows of the batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_sparse_rl.rollout.sparse_kv.requests import protected_tokens
 from megatron_sparse_rl.rollout.sparse_kv.spec import SparseAttentionSpec
@@ -30,14 +31,13 @@ class RequestState:
 class RequestTable:
     """Follows the scheduler step by step; every rank of an engine has the same.
 
-    `by_block` int32 [blocks of the pool, 2]: protected tokens and ring slot of the request whose first block
-    it is. Slot 0 belongs to no request.
+    `batch` tells the ids of the requests in the batch, row by row. Slot 0 belongs to no request.
     """
 
-    def __init__(self, spec: SparseAttentionSpec, *, blocks: int, slots: int, device: torch.device) -> None:
+    def __init__(self, spec: SparseAttentionSpec, *, slots: int, batch: Callable[[], Sequence[str]]) -> None:
         self.lengths = spec.lengths
-        self.by_block = torch.zeros(blocks, 2, dtype=torch.int32, device=device)
         self._spec = spec
+        self._batch = batch
         self._free_slots = list(range(slots, 0, -1))
         self._protected: dict[str, int] = {}
         self.running: dict[str, RequestState] = {}
@@ -62,6 +62,16 @@ class RequestTable:
                 due.append(state)
         return due
 
+    def rows(self, count: int) -> Tensor:
+        """int64 [count, 2]: protected tokens and ring slot of the request in each row of the batch; zeros in
+        rows that only pad it.
+        """
+        numbers = torch.zeros(count, 2, dtype=torch.int64)
+        held = [self.running[name] for name in self._batch()[:count]]
+        if held:
+            numbers[: len(held)] = torch.tensor([(state.protected, state.slot) for state in held])
+        return numbers
+
     def _arrivals(self, output: Any) -> Iterator[tuple[str, int]]:
         """Every scheduled request with its computed tokens, its blocks brought up to date."""
         for new in output.scheduled_new_reqs:
@@ -85,7 +95,6 @@ class RequestTable:
         state = RequestState(request_id, self._protected[request_id], list(blocks))
         state.slot = self._free_slots.pop()
         self.running[request_id] = state
-        self.by_block[blocks[0]] = torch.tensor([state.protected, state.slot], dtype=torch.int32)
 
     def _leave(self, request_id: str) -> None:
         if (state := self.running.pop(request_id, None)) is not None:

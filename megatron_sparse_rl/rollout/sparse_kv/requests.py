@@ -17,6 +17,15 @@ def protection(tokens: int) -> dict[str, int]:
     return {EXTRA_ARGUMENT: tokens}
 
 
+def sharing_salt(protected: int) -> str:
+    """`cache_salt` of a request, by which it shares blocks with its like alone.
+
+    Requests with the same beginning and the same number of protected tokens keep the same blocks for good;
+    where the numbers differ, what one protects may be compacted by the other.
+    """
+    return f"protected {protected}"
+
+
 def protected_tokens(sampling_params: Any, prompt_tokens: int, protect_prompt: int) -> int:
     """Protected tokens of a request: what its `extra_args` say, else the beginning of its prompt."""
     given = (sampling_params.extra_args or {}).get(EXTRA_ARGUMENT) if sampling_params else None

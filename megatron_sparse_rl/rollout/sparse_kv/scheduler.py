@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from megatron_sparse_rl.rollout.sparse_kv.manager import SparseAttentionManager
-from megatron_sparse_rl.rollout.sparse_kv.requests import protected_tokens
+from megatron_sparse_rl.rollout.sparse_kv.requests import protected_tokens, sharing_salt
 from megatron_sparse_rl.rollout.sparse_kv.vllm_compat import ClippedChunks
 
 
@@ -30,7 +30,9 @@ class SparseScheduler(ClippedChunks, Scheduler):
         manager.requests = self.requests
 
     def add_request(self, request: Any) -> None:
-        """Raises ValueError for a request that the pool could never hold, instead of letting it wait."""
+        """Raises ValueError for a request that the pool could never hold, instead of letting it wait, and for
+        one that could share blocks beyond its protected tokens.
+        """
         bound, pool = self.block_manager.bound(request), self.kv_cache_config.num_blocks - 1
         if bound > pool:
             raise ValueError(
@@ -38,13 +40,22 @@ class SparseScheduler(ClippedChunks, Scheduler):
                 f"{self.block_manager.block_size} tokens, but the pool has {pool}; raise "
                 "rollout.kv_cache_gib, or protect less of it"
             )
+        protected = self._protected(request)
+        if self.kv_cache_manager.enable_caching and request.cache_salt != sharing_salt(protected):
+            raise ValueError(
+                f"request {request.request_id} has {protected} protected tokens, and cache_salt="
+                f"{request.cache_salt!r} instead of {sharing_salt(protected)!r}"
+            )
         super().add_request(request)
 
     def chunk_limit(self, request: Any, computed: int) -> int:
         """Tokens that the request may compute in one step, `computed` being done."""
-        spec = self.block_manager.kv_cache_spec
-        protected = protected_tokens(request.sampling_params, request.num_prompt_tokens, spec.protect_prompt)
-        return spec.lengths.next_compaction(computed, protected) - computed
+        lengths = self.block_manager.kv_cache_spec.lengths
+        return lengths.next_compaction(computed, self._protected(request)) - computed
+
+    def _protected(self, request: Any) -> int:
+        limit = self.block_manager.kv_cache_spec.protect_prompt
+        return protected_tokens(request.sampling_params, request.num_prompt_tokens, limit)
 
 
 class AsyncSparseScheduler(SparseScheduler, AsyncScheduler):

@@ -3,6 +3,7 @@
 It stands beside `rollout/vllm_compat.py` because it imports the scheduler, which that module must not.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -21,6 +22,14 @@ class ClippedChunks:
         this mode refuses.
         """
         return min(num_new_tokens, self.chunk_limit(request, num_computed_tokens))
+
+
+def batch_order(model_runner: Any) -> Sequence[str]:
+    """The ids of the requests of the step, in the order of the rows of its tensors, from the time that
+    attention metadata is built (v1/worker/gpu_model_runner.py, _update_states).
+    """
+    order: Sequence[str] = model_runner.input_batch.req_ids
+    return order
 
 
 def register_spec(spec: type, manager: type) -> None:

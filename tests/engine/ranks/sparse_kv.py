@@ -249,6 +249,38 @@ def check_preemption(folder: str) -> None:
     print("ok preemption", flush=True)
 
 
+def check_shared_prompts(folder: str) -> None:
+    """Requests with one prompt compute and hold its protected blocks once, at the same time and later, until
+    the weights change; what each retains behind them is its own.
+    """
+    rule = {"policy": "rkv", **RULE, "protect_prompt": 70}
+    engine = build(folder, sparse=rule)
+    (prompt,) = random_prompts(1, 90)
+    asked = [request(f"{i}", prompt, 60 + i, max_tokens=ANSWER, stop_token_ids=()) for i in range(5)]
+    together = []
+    for one in asked:
+        engine.submit(one)
+    while engine.in_flight:
+        together += engine.advance()
+        states = list(inside(engine)[1].requests.running.values())
+        assert len({tuple(state.blocks[:2]) for state in states}) <= 1
+        assert len({block for state in states for block in state.blocks[2:]}) == sum(
+            len(state.blocks[2:]) for state in states
+        )
+    together.sort(key=lambda answer: answer.request_id)
+    check_simulation(prepare(load_model(folder)), SparseKVSettings(**rule), asked, together)
+    shared = [usage.shared for usage in engine.take_cache_report().usages]
+    assert sorted(shared) == [0, 64, 64, 64, 64]
+    later = engine.sample(asked)
+    assert tokens(later) == tokens(together)
+    assert [usage.shared for usage in engine.take_cache_report().usages] == [64] * 5
+    engine.sample([SampleRequest(**{**vars(asked[0]), "dense": True})])
+    engine.weights_written(1)
+    engine.sample(asked[:1])
+    assert [usage.shared for usage in engine.take_cache_report().usages] == [0, 0]
+    print("ok shared prompts", flush=True)
+
+
 def check_dense(folder: str) -> None:
     """A budget above every length, and dense requests under a small one: bit for bit the stock engine."""
     asked = requests_of_all_kinds()
@@ -288,6 +320,7 @@ def main(folder: str, tensor: int) -> None:
         check_choices_differ(folder)
         check_batch_does_not_matter(folder)
         check_preemption(folder)
+        check_shared_prompts(folder)
         check_dense(folder)
         check_refusals(folder)
     dist.destroy_process_group()
