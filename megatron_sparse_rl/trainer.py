@@ -244,7 +244,13 @@ class Trainer:
     def _state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         buffered, arrays = self.buffer.state_dict()
         record = {**self.record, "seconds": self._seconds()}
-        return {"data": self.prompts.state_dict(), "buffer": buffered, "record": record}, arrays
+        state = {
+            "data": self.prompts.state_dict(),
+            "buffer": buffered,
+            "collector": self.collector.state_dict(),
+            "record": record,
+        }
+        return state, arrays
 
     def _resume(self) -> None:
         if self.config.checkpoint.resume == "never":
@@ -254,6 +260,7 @@ class Trainer:
             self.saved_step = self.step
             self.prompts.load_state_dict(state["data"])
             self.buffer.load_state_dict(state["buffer"], arrays)
+            self.collector.load_state_dict(state["collector"])
             self.record = state["record"]
 
     def _seconds(self) -> float:

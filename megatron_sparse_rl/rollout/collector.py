@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_sparse_rl.config import Config
 from megatron_sparse_rl.rollout.buffer import TrajectoryBuffer, oldest_first
+from megatron_sparse_rl.rollout.concurrency import AdaptiveConcurrency
 from megatron_sparse_rl.rollout.coordination import DealtCounters, EngineRanks, StageCounters, open_store
 from megatron_sparse_rl.rollout.open_group import SamplingRule
 from megatron_sparse_rl.rollout.sampling import Purpose
@@ -31,24 +32,11 @@ from megatron_sparse_rl.rollout.scheduler import (
     StageShare,
 )
 from megatron_sparse_rl.rollout.sparse_kv.report import CacheReport
+from megatron_sparse_rl.rollout.tally import Tally
 from megatron_sparse_rl.rollout.work import FixedPrompts, PromptSource, WorkList
 from megatron_sparse_rl.trajectory import Group, Prompt
 
 logger = logging.getLogger(__name__)
-
-COUNTERS = (
-    "groups_filtered",
-    "groups_dropped",
-    "prompts_drawn",
-    "rounds",
-    "tokens_generated",
-    "tokens_thrown_away",
-    "requests_resumed",
-    "seconds_generating",
-    "seconds_scoring",
-    "seconds_polling",
-    "seconds_idle",
-)
 
 
 class ManyEngines(Sampler, Protocol):
@@ -72,9 +60,11 @@ class Rollout:
 
     `groups` with the oldest tokens first, at most `rollout.groups_per_step` and fewer, possibly none, when
     the data or the rounds of dynamic sampling ended first; `exhausted`: the data has ended and nothing is
-    open. `counters`: see `COUNTERS`; seconds are those of the slowest engine; `utilisation` is the mean
-    share of the slots that had a request in flight, `groups_open` and `groups_surplus` what the buffer
-    holds. `spans`: every request in flight, of all engines. `cache`: what `rollout.sparse_kv` did to them.
+    open. `counters`: see `COUNTERS`; seconds are those of the slowest engine, `seconds_tail` with less than
+    half of its slots in use; `utilisation` is the mean share of the slots that had a request in flight,
+    `groups_open` and `groups_surplus` what the buffer holds, `concurrency` the requests in flight of a
+    partial stage; for `length_bias` see `Tally.lengths`. `spans`: every request in flight, of all engines.
+    `cache`: what `rollout.sparse_kv` did to them.
     """
 
     groups: tuple[Group, ...]
@@ -119,6 +109,11 @@ class Collector:
         self._ranks = EngineRanks(dist.get_world_size() // engine.count)
         self._store = open_store(group)
         self._stages = 0
+        partial = config.rollout.partial
+        self._adaptive = None
+        if partial.enabled and partial.adaptive:
+            most = config.rollout.max_running * engine.count
+            self._adaptive = AdaptiveConcurrency(min(self.concurrency, most), engine.count, most)
 
     @property
     def exhausted(self) -> bool:
@@ -128,13 +123,15 @@ class Collector:
     @property
     def concurrency(self) -> int:
         """Requests in flight over all engines while rollouts are partial (N')."""
+        if self._adaptive is not None:
+            return self._adaptive.value
         return self._config.rollout.partial.concurrency or (
             self._engine.full_length_requests * self._engine.count
         )
 
     def collect(self, step: int) -> Rollout:
         """The groups of one step. Never waits for prompts that do not come: see `Rollout`."""
-        tally = _Tally()
+        tally = Tally()
         wanted = self._config.rollout.groups_per_step
         partial = self._config.rollout.partial.enabled
         complete = self.buffer.take_surplus(wanted)
@@ -147,6 +144,7 @@ class Collector:
         if partial:
             self._drop_old(tally)
         counters = tally.counters | {
+            **tally.lengths(complete[:wanted]),
             "groups_open": float(len(self.buffer.open)),
             "groups_surplus": float(len(self.buffer.surplus)),
         }
@@ -156,6 +154,15 @@ class Collector:
         _report(step, rollout, wanted)
         return rollout
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the buffer, as plain values."""
+        return {"adaptive": None if self._adaptive is None else self._adaptive.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`; where the concurrency was not adaptive before, it begins anew."""
+        if self._adaptive is not None and state["adaptive"] is not None:
+            self._adaptive.load_state_dict(state["adaptive"])
+
     def evaluate(self, prompts: Sequence[Prompt], samples: int, temperature: float) -> list[Group]:
         """`samples` scored answers to each prompt, in prompt order, on every rank.
 
@@ -164,14 +171,14 @@ class Collector:
         """
         work = WorkList([], FixedPrompts(sorted(prompts, key=lambda prompt: prompt.index)), samples)
         plan = self._synchronous_plan(work, len(prompts), samples, "evaluate", temperature)
-        tally = _Tally()
+        tally = Tally()
         self._run(work, plan, None, tally, dealt=True)
         self._cache_report()  # a step's report is about its own requests
         return sorted(tally.complete, key=lambda group: group.prompt.index)
 
     # ---- the two modes ----
 
-    def _synchronous_rounds(self, complete: list[Group], wanted: int, tally: "_Tally") -> None:
+    def _synchronous_rounds(self, complete: list[Group], wanted: int, tally: "Tally") -> None:
         """Rounds in which every group is finished; what is filtered is replaced in the next round."""
         rollout = self._config.rollout
         rounds_left = 1 + (self._config.algorithm.dynamic_sampling_rounds if self._has_signal else 0)
@@ -194,7 +201,7 @@ class Collector:
         slots = max(1, math.ceil(groups / self._engine.count)) * samples
         return StagePlan(self._rule(purpose, temperature), groups + 1, fresh, fresh, slots)
 
-    def _partial_stage(self, complete: list[Group], wanted: int, tally: "_Tally") -> None:
+    def _partial_stage(self, complete: list[Group], wanted: int, tally: "Tally") -> None:
         """Keep N' requests in flight until enough groups are complete; the rest goes to the buffer."""
         rollout, engines = self._config.rollout, self._engine.count
         due = self._age(tally)
@@ -210,8 +217,23 @@ class Collector:
         )
         self._run(work, plan, self._has_signal, tally, dealt=False)
         complete += tally.complete
+        tally.counters["concurrency"] = float(self.concurrency)
+        self._adapt(tally.rate)
 
-    def _age(self, tally: "_Tally") -> int:
+    def _adapt(self, rate: float) -> None:
+        if self._adaptive is None or not rate:
+            return
+        before = self._adaptive.value
+        self._adaptive.follow(rate)
+        if before != self._adaptive.value:
+            logger.info(
+                "%d requests in flight, %.0f tokens/s; the next step has %d",
+                before,
+                rate,
+                self._adaptive.value,
+            )
+
+    def _age(self, tally: "Tally") -> int:
         """How many open groups, the oldest, must be finished in this stage; or restart what is too old."""
         partial, version = self._config.rollout.partial, self._engine.version
         if partial.stale == "restart":
@@ -224,7 +246,7 @@ class Collector:
         last = max(group.prompt.index for group in old)
         return sum(group.prompt.index <= last for group in self.buffer.open)
 
-    def _drop_old(self, tally: "_Tally") -> None:
+    def _drop_old(self, tally: "Tally") -> None:
         """Complete groups that the next step could only use with tokens beyond the cap."""
         cap = self._config.rollout.partial.max_staleness
         for group in self.buffer.drop_surplus(self._engine.version + 1, cap):
@@ -253,7 +275,7 @@ class Collector:
     # ---- one stage on all engines ----
 
     def _run(
-        self, work: WorkList, plan: StagePlan, has_signal: HasSignal | None, tally: "_Tally", *, dealt: bool
+        self, work: WorkList, plan: StagePlan, has_signal: HasSignal | None, tally: "Tally", *, dealt: bool
     ) -> None:
         """Run the stage here, and bring the shares of all engines to every rank: complete groups and numbers
         to `tally`, open groups to the buffer.
@@ -296,32 +318,6 @@ class Collector:
         if failures := [failure for _, failure in gathered if failure]:
             raise RuntimeError(f"sampling failed on another rank: {failures[0]}")
         return [item for item, _ in gathered if item is not None]
-
-
-class _Tally:
-    """Complete groups, counters and spans of the stages of one step."""
-
-    def __init__(self) -> None:
-        self.complete: list[Group] = []
-        self.counters = dict.fromkeys(COUNTERS, 0.0)
-        self.spans: list[Span] = []
-        self._occupied = self._available = 0.0
-
-    def add(self, shares: list[StageShare], complete: list[Group], fresh: int) -> None:
-        counters = self.counters
-        self.complete += complete
-        spans = [span for item in shares for span in item.spans]
-        self.spans += spans
-        counters["groups_filtered"] += sum(item.filtered for item in shares)
-        counters["prompts_drawn"] += fresh
-        counters["rounds"] += 1
-        counters["tokens_generated"] += sum(item.tokens for item in shares)
-        counters["requests_resumed"] += sum(span.begun_version < span.version for span in spans)
-        for name in ("generating", "scoring", "polling", "idle"):
-            counters[f"seconds_{name}"] += max(getattr(item, name) for item in shares)
-        self._occupied += sum(item.occupancy for item in shares)
-        self._available += sum((item.generating + item.idle) * item.slots for item in shares)
-        counters["utilisation"] = self._occupied / self._available if self._available else 0.0
 
 
 def _report(step: int, rollout: Rollout, wanted: int) -> None:

@@ -94,9 +94,10 @@ class StageShare:
     """What one engine made of a stage.
 
     `complete`: scored groups with signal; `filtered`: how many had none; `open`: unfinished ones;
-    `handed_out`: one more than the highest ticket begun. Seconds: `generating` with requests in flight,
-    `idle` without, `polling` of the counters, `scoring`; `occupancy` is the integral of requests in flight
-    over time.
+    `handed_out`: one more than the highest ticket begun; `ended` answers of `ended_tokens` in all, with what
+    earlier stages sampled of them. Seconds: `generating` with requests in flight, `idle` without, `tail`
+    with less than half of the slots in use, `polling` of the counters, `scoring`; `occupancy` is the
+    integral of requests in flight over time.
     """
 
     slots: int
@@ -105,8 +106,11 @@ class StageShare:
     open: list[OpenGroup] = field(default_factory=list)
     handed_out: int = 0
     tokens: int = 0
+    ended: int = 0
+    ended_tokens: int = 0
     generating: float = 0.0
     idle: float = 0.0
+    tail: float = 0.0
     polling: float = 0.0
     scoring: float = 0.0
     occupancy: float = 0.0
@@ -150,7 +154,6 @@ class Stage:
         self._last = -1  # the last ticket drawn
         self._share = StageShare(plan.slots)
         self._finished: list[int] = []  # tickets of groups closed here and not reported
-        self._finished_answers = 0
         self._decisions = 0
         self._error: Exception | None = None
 
@@ -274,12 +277,14 @@ class Stage:
         now = time.perf_counter()
         elapsed, self._mark = now - self._mark, now
         self._share.occupancy += elapsed * flying
+        if flying < self._plan.slots / 2:
+            self._share.tail += elapsed
         if flying:
             self._share.generating += elapsed
         else:
             self._share.idle += elapsed
         if self._progress is not None:
-            self._progress(self._share.tokens, self._finished_answers)
+            self._progress(self._share.tokens, self._share.ended)
 
     def _take(self, sampled: SampledTokens) -> None:
         """Put what the engine returned where it belongs; a group whose last sample this was is scored."""
@@ -292,7 +297,8 @@ class Stage:
         self._share.spans.append(self._span(group.trajectories[sample], slot, start, len(sampled.token_ids)))
         if sampled.finish_reason == "partial":
             return
-        self._finished_answers += 1
+        self._share.ended += 1
+        self._share.ended_tokens += group.trajectories[sample].length
         if not group.unfinished:
             del self._groups[index]
             self._finished.append(ticket)

@@ -21,6 +21,11 @@ class PartialSettings:
         unit="requests",
         ge=0,
     )
+    adaptive: bool = setting(
+        False,
+        "Let the concurrency follow the throughput, a quarter up or down after every stage, between one "
+        "request an engine and rollout.max_running; `concurrency` is where it begins.",
+    )
     max_staleness: int = setting(
         4, "No token that is trained on is older than this many policy versions.", unit="versions", ge=1
     )

@@ -86,18 +86,20 @@ def check_trajectories(groups, length) -> None:  # type: ignore[no-untyped-def]
     concurrency=st.integers(1, 40),
     max_staleness=st.integers(1, 5),
     stale=st.sampled_from(["finish", "restart"]),
+    adaptive=st.booleans(),
     total=st.one_of(st.none(), st.integers(0, 40)),
     dynamic=st.booleans(),
     restart_at=st.integers(1, 6),
 )
 def test_nothing_is_lost_doubled_too_long_or_too_old(
-    seed, concurrency, max_staleness, stale, total, dynamic, restart_at
+    seed, concurrency, max_staleness, stale, adaptive, total, dynamic, restart_at
 ):
-    """Stages until the data or twelve steps end, with a save and load of the buffer in between."""
+    """Stages until the data or twelve steps end, with a save and load in between."""
     length = long_tailed(seed)
     partial = {"concurrency": concurrency, "max_staleness": max_staleness, "stale": stale}
-    config = configuration(partial=partial, dynamic=dynamic)
-    engine, prompts = SimulatedEngine(length, most_in_flight=concurrency), Prompts(total)
+    config = configuration(partial=partial | {"adaptive": adaptive}, dynamic=dynamic, max_running=50)
+    most = 50 if adaptive else concurrency
+    engine, prompts = SimulatedEngine(length, most_in_flight=most), Prompts(total)
     signal = has_signal if dynamic else None
 
     def build() -> Collector:
@@ -115,7 +117,7 @@ def test_nothing_is_lost_doubled_too_long_or_too_old(
         assert max(ages, default=0) <= max_staleness
         dropped += int(rollout.counters["groups_dropped"])
         open_groups = collector.buffer.open
-        assert len(open_groups) <= concurrency + 1, "more is open than the slots could begin"
+        assert len(open_groups) <= most + 1, "more is open than the slots could begin"
         assert all(
             t.length < LIMIT
             for g in open_groups
@@ -124,9 +126,11 @@ def test_nothing_is_lost_doubled_too_long_or_too_old(
         )
         engine.version += 1
         if step == restart_at:
-            state, arrays = collector.buffer.state_dict()
-            collector = build()
+            (state, arrays), rest = collector.buffer.state_dict(), collector.state_dict()
+            before, collector = collector.concurrency, build()
             collector.buffer.load_state_dict(state, arrays)
+            collector.load_state_dict(rest)
+            assert collector.concurrency == before
     held = [g.prompt.index for g in collector.buffer.open + collector.buffer.surplus]
     assert len(set(trained)) == len(trained)
     assert not set(trained) & set(held)
@@ -197,6 +201,40 @@ def test_the_oldest_groups_are_trained_first_and_spans_tell_what_ran():
             by_slot[span.slot] = span.end
         engine.version += 1
     assert 0 < rollout.counters["utilisation"] <= 1
+
+
+def test_adaptive_concurrency_grows_while_more_requests_bring_more_tokens():
+    """A step of this engine takes as long for one request as for many."""
+    config = configuration(partial={"concurrency": 4, "adaptive": True}, max_running=20)
+    engine = SimulatedEngine(long_tailed(5), most_in_flight=20)
+    collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
+    used = []
+    for step in range(30):
+        used.append(collector.collect(step).counters["concurrency"])
+        engine.version += 1
+    assert used[0] == 4
+    assert max(used) == engine.peak >= 16
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_lengths_of_trained_answers_against_those_that_ended(partial):
+    """A synchronous step trains on what ended in it. Of a first partial step the long ones stay open."""
+    config = configuration(groups_per_step=8, partial={"enabled": partial, "concurrency": 24})
+    engine = SimulatedEngine(long_tailed(9))
+    collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
+    begun = engine.asked
+    rollout = collector.collect(1)
+    lengths = [t.length for group in rollout.groups for t in group.trajectories]
+    bias = rollout.counters["length_bias"]
+    assert bias * rollout.counters["ended_length_mean"] == pytest.approx(np.mean(lengths))
+    if not partial:
+        assert bias == 1.0
+        assert rollout.counters["seconds_tail"] > 0
+        assert rollout.counters["seconds_tail"] <= rollout.counters["seconds_generating"]
+        return
+    whole = [min(LIMIT, engine.length(*map(int, r.request_id.split("/")))) for r in begun]
+    assert rollout.counters["ended_length_mean"] < np.mean(whole)
+    assert rollout.counters["seconds_tail"] == 0
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
