@@ -16,6 +16,7 @@ from megatron_sparse_rl.rollout.collector import Collector, Rollout
 from megatron_sparse_rl.rollout.coordination import DealtCounters, StageCounters, Totals
 from megatron_sparse_rl.rollout.open_group import OpenGroup, SamplingRule, oldest_version
 from megatron_sparse_rl.rollout.scheduler import Scoring, Stage, StagePlan, StageShare
+from megatron_sparse_rl.rollout.tally import Tally
 from megatron_sparse_rl.rollout.work import WorkList
 from megatron_sparse_rl.trajectory import Group
 from tests.simulated_engine import (
@@ -203,13 +204,16 @@ def test_the_oldest_groups_are_trained_first_and_spans_tell_what_ran():
     assert 0 < rollout.counters["utilisation"] <= 1
 
 
-def test_adaptive_concurrency_grows_while_more_requests_bring_more_tokens():
-    """A step of this engine takes as long for one request as for many."""
+def test_adaptive_concurrency_grows_while_more_requests_bring_more_tokens(monkeypatch):
+    """A step of this engine takes as long for one request as for many; its steps are the clock."""
     config = configuration(partial={"concurrency": 4, "adaptive": True}, max_running=20)
     engine = SimulatedEngine(long_tailed(5), most_in_flight=20)
     collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
-    used = []
+    used, begun = [], [0]
+    rate = property(lambda tally: tally.counters["tokens_generated"] / (engine.steps - begun[0]))
+    monkeypatch.setattr(Tally, "rate", rate)
     for step in range(30):
+        begun[0] = engine.steps
         used.append(collector.collect(step).counters["concurrency"])
         engine.version += 1
     assert used[0] == 4
