@@ -204,6 +204,7 @@ class Collector:
     def _partial_stage(self, complete: list[Group], wanted: int, tally: "Tally") -> None:
         """Keep N' requests in flight until enough groups are complete; the rest goes to the buffer."""
         rollout, engines = self._config.rollout, self._engine.count
+        tally.counters["concurrency"] = float(self.concurrency)
         due = self._age(tally)
         if len(complete) >= wanted and not due:
             return
@@ -217,7 +218,6 @@ class Collector:
         )
         self._run(work, plan, self._has_signal, tally, dealt=False)
         complete += tally.complete
-        tally.counters["concurrency"] = float(self.concurrency)
         self._adapt(tally.rate)
 
     def _adapt(self, rate: float) -> None:
