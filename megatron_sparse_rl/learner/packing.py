@@ -158,22 +158,23 @@ def pack(
 
 
 def loss_columns(batch: TrajectoryBatch, indices: tuple[int, ...]) -> LossColumns:
-    """The per-token loss inputs of the given trajectories, concatenated in that order."""
+    """The per-token loss inputs of the given trajectories, concatenated in that order. An optional column
+    is there when all of them have it, so an empty micro-batch has every one."""
     chosen = [batch.trajectories[i] for i in indices]
 
     def column(name: str) -> torch.Tensor | None:
         values = [getattr(t, name) for t in chosen]
-        if not values or any(v is None for v in values):
-            return None
-        return torch.from_numpy(np.concatenate(values).astype(np.float32))
+        return None if any(v is None for v in values) else floats(values)
+
+    def floats(values: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(_concatenate(values, np.float32))
 
     lengths = torch.tensor([t.length for t in chosen], dtype=torch.int64)
-    sampler = column("sampler_logprobs")
     return LossColumns(
-        advantages=torch.from_numpy(_concatenate([batch.advantages[i] for i in indices], np.float32)),
+        advantages=floats([batch.advantages[i] for i in indices]),
         mask=torch.from_numpy(_concatenate([batch.loss_mask[i] for i in indices], np.bool_)),
         sequence_index=torch.repeat_interleave(torch.arange(len(chosen)), lengths),
-        sampler_logprobs=torch.zeros(0) if sampler is None else sampler,
+        sampler_logprobs=floats([t.sampler_logprobs for t in chosen]),
         old_logprobs=column("old_logprobs"),
         stage_logprobs=_stage_logprobs(chosen),
         ref_logprobs=column("ref_logprobs"),

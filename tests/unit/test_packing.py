@@ -6,6 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_sparse_rl.algorithms.settings import AlgorithmSettings
+from megatron_sparse_rl.kernels.policy_loss import policy_loss
 from megatron_sparse_rl.learner.packing import MicroBatch, assign, common_prefix, cut_pieces, pack
 from tests.batches import random_batch
 
@@ -130,6 +132,9 @@ def test_padding_and_empty_micro_batches():
     assert len(empty.tokens) == 4
     assert len(empty.targets) == 0
     assert empty.columns.sequences == 0
+    # A rank without work must not fail where the others have a reference policy.
+    with_kl = AlgorithmSettings(kl_coefficient=0.1)
+    assert policy_loss(torch.zeros(0), torch.zeros(0), empty.columns, with_kl, 8).loss == 0
 
 
 def test_columns_follow_the_packed_order():
