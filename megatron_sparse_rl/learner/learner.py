@@ -29,9 +29,15 @@ from megatron_sparse_rl.algorithms.batch_correction import check_stages, correct
 from megatron_sparse_rl.algorithms.prepare import split_into_steps
 from megatron_sparse_rl.config import Config
 from megatron_sparse_rl.kernels.loss_stats import Stats, merge_stats, reduce_stats
-from megatron_sparse_rl.kernels.policy_loss import policy_loss
+from megatron_sparse_rl.kernels.policy_loss import PolicyLoss
 from megatron_sparse_rl.learner.megatron_compat import megatron_device
-from megatron_sparse_rl.learner.model import HeadSettings, PolicyModel, build_model, shares_prompts
+from megatron_sparse_rl.learner.model import (
+    HeadSettings,
+    LossTerms,
+    PolicyModel,
+    build_model,
+    shares_prompts,
+)
 from megatron_sparse_rl.learner.optimizer import PolicyOptimizer, StepResult
 from megatron_sparse_rl.learner.packing import MicroBatch, assign, cut_pieces, pack
 from megatron_sparse_rl.learner.parallel import initialise_model_parallel
@@ -48,8 +54,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class UpdateResult:
     """What one rollout's optimizer steps did: statistics over the whole batch, one `StepResult` per
-    optimizer step made, how many were skipped because no token entered the loss, or loss or gradient
-    were not finite, and the prompt and response tokens learned from."""
+    optimizer step made, how many were skipped because no token entered the loss, or loss or gradient were
+    not finite, and the prompt and response tokens learned from."""
 
     stats: dict[str, float]
     steps: tuple[StepResult, ...]
@@ -189,17 +195,12 @@ class Learner:
         stats = merge_stats([part for part in gathered if part])
         return stats, int(stats["loss"][1]) if stats else 0
 
-    def _loss(
-        self, micro_batch: MicroBatch, output: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        result = policy_loss(
-            output[0],
-            output[1],
-            micro_batch.columns,
+    def _loss_terms(self, batch: TrajectoryBatch, micro_batch: MicroBatch) -> LossTerms:
+        return LossTerms(
             self.config.algorithm,
             self.config.rollout.max_response_tokens,
+            tuple(batch.trajectories[i].length for i in micro_batch.indices),
         )
-        return result.loss, result.count.to(torch.int), {"stats": result.stats}
 
     # ---- log-probs of given tokens ----
 
@@ -232,11 +233,11 @@ class Learner:
         a micro-batch."""
         micro_batches = self.micro_batches(batch)
 
-        def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Any]:
             micro_batch = next(batches).to(self.device)
             if forward_only:
                 return model(micro_batch), partial(_collect, micro_batch.indices)
-            return model(micro_batch), partial(self._loss, micro_batch)
+            return model(micro_batch, self._loss_terms(batch, micro_batch)), _loss
 
         with megatron_device(self.device), torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
@@ -251,10 +252,15 @@ class Learner:
             )
 
 
+def _loss(result: PolicyLoss) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Megatron's per-token form: the sum, the count to divide by over the whole batch, and what to keep."""
+    return result.loss, result.count.to(torch.int), {"stats": result.stats}
+
+
 def _collect(
     indices: tuple[int, ...], output: torch.Tensor, non_loss_data: bool = True
 ) -> tuple[tuple[int, ...], torch.Tensor]:
-    return indices, output[0]
+    return indices, output
 
 
 def _wrap(model: PolicyModel) -> DistributedDataParallel:

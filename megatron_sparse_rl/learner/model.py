@@ -8,6 +8,7 @@ layers; elsewhere Megatron's local layers with packed attention.
 
 import importlib.util
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_sparse_rl.kernels.logprobs import VocabularyShard, linear_logprobs
+from megatron_sparse_rl.algorithms.settings import AlgorithmSettings
+from megatron_sparse_rl.kernels.head import OutputHead
+from megatron_sparse_rl.kernels.linear_policy_loss import LossInputs, linear_policy_loss
+from megatron_sparse_rl.kernels.logprobs import linear_logprobs
+from megatron_sparse_rl.kernels.policy_loss import PolicyLoss
+from megatron_sparse_rl.kernels.rows import VocabularyShard
 from megatron_sparse_rl.learner.attention import AttentionBlock, PackedAttention, PackedBlocks
 from megatron_sparse_rl.learner.layers import RMSNorm, SwiGLU
 from megatron_sparse_rl.learner.packing import MicroBatch
@@ -108,9 +114,18 @@ def _llama3_frequencies(inverse: torch.Tensor, rope: dict[str, Any]) -> torch.Te
     return (1 - smooth) * inverse / rope["factor"] + smooth * inverse
 
 
+@dataclass(frozen=True)
+class LossTerms:
+    """What the policy loss needs beside the micro-batch; `lengths`: response tokens of its trajectories."""
+
+    algorithm: AlgorithmSettings
+    max_response_tokens: int
+    lengths: tuple[int, ...]
+
+
 class PolicyModel(GPTModel):
-    """GPTModel whose forward takes a packed micro-batch and whose last stage returns log-probs and
-    entropies."""
+    """GPTModel whose forward takes a packed micro-batch and whose last stage returns its log-probs, or the
+    policy loss."""
 
     def __init__(
         self,
@@ -137,9 +152,9 @@ class PolicyModel(GPTModel):
         self.vocab_rows = arch.vocab
         self.tensor_rank = at.tensor
 
-    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Hidden states [T(/tensor), 1, hidden] of an inner stage; float32 [2, n] (log-probs, entropies)
-        of the last."""
+    def forward(self, micro_batch: MicroBatch, loss: LossTerms | None = None) -> torch.Tensor | PolicyLoss:
+        """Hidden states [T(/tensor), 1, hidden] of an inner stage; of the last, the log-probs, float32 [n],
+        without a graph, or with `loss` the policy loss, whose weight gradient is then in `main_grad`."""
         hidden = None
         if self.pre_process:
             hidden = self.embedding(
@@ -151,34 +166,46 @@ class PolicyModel(GPTModel):
             rotary_pos_emb=self.rotary(micro_batch.positions),
             packed_seq_params=self._packed(micro_batch),
         )
-        return self._logprobs(hidden, micro_batch) if self.post_process else hidden
+        return self._head(hidden, micro_batch, loss) if self.post_process else hidden
 
     def _packed(self, micro_batch: MicroBatch) -> PackedSeqParams:
         if self.layers_kind == "local":
             return PackedBlocks(blocks=micro_batch.blocks)
         return separate_sequences(micro_batch.blocks, micro_batch.tokens.device)
 
-    def _logprobs(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    def _head(
+        self, hidden: torch.Tensor, micro_batch: MicroBatch, loss: LossTerms | None
+    ) -> torch.Tensor | PolicyLoss:
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        rows = hidden[:, 0].index_select(0, micro_batch.predict_rows)
+        if loss is None:
+            return linear_logprobs(rows, micro_batch.targets, self._output_head(None))
+        gradient = self._output_weight().main_grad  # type: ignore[attr-defined]
+        inputs = LossInputs(
+            micro_batch.targets,
+            micro_batch.columns,
+            loss.lengths,
+            loss.algorithm,
+            loss.max_response_tokens,
         )
-        weight = self.output_layer.weight if weight is None else weight
+        return linear_policy_loss(rows, self._output_head(gradient), inputs)
+
+    def _output_weight(self) -> torch.nn.Parameter:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _output_head(self, weight_gradient: torch.Tensor | None) -> OutputHead:
+        weight = self._output_weight()
         shard = VocabularyShard.of_rank(
             self.vocab_rows, weight.shape[0], self.tensor_rank, self.pg_collection.tp
         )
-        logprobs, entropy = linear_logprobs(
-            hidden[:, 0].index_select(0, micro_batch.predict_rows),
-            weight,
-            micro_batch.targets,
-            shard,
-            temperature=self.head.temperature,
-            chunk_rows=self.head.chunk_rows,
+        return OutputHead(
+            weight, shard, self.head.temperature, self.head.chunk_rows, weight_gradient=weight_gradient
         )
-        return torch.stack([logprobs, entropy])
 
 
 class HeadSettings:

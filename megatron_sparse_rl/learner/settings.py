@@ -78,7 +78,8 @@ class LearnerSettings:
     )
     logprob_chunk_tokens: int = setting(
         1024,
-        "Response tokens whose logits exist at one time when log-probs are computed.",
+        "Response tokens whose logits exist at one time; a longer answer is projected a second time for its "
+        "gradient.",
         unit="tokens",
         ge=1,
     )

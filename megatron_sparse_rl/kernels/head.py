@@ -1,0 +1,69 @@
+"""The output projection in chunks: logits of some rows, and the gradients of hidden states and weight.
+
+In: hidden states [rows, h], replicated over the tensor-parallel group, and this rank's shard of the output
+weight. Out: logits after the temperature, over the real vocabulary, in float32 (float64 for float64
+weights); gradients where the caller wants them. Padding rows of the vocabulary never enter and get no
+gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_sparse_rl.kernels.rows import VocabularyShard, chunks
+
+VOCABULARY_SLICE = 16384  # rows of the weight whose gradient exists twice at a time, in mixed precision
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """weight [padded rows, h] (tied or not), the part of the vocabulary it holds, and the chunk size in
+    rows.
+
+    `weight_gradient` [padded rows, h], float32 or the weight's dtype: where the loss adds the weight's
+    gradient; None: it goes through autograd.
+    """
+
+    weight: Tensor
+    shard: VocabularyShard
+    temperature: float = 1.0
+    chunk_rows: int = 512
+    weight_gradient: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and of what is computed from them."""
+        return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+
+    def buffer(self, rows: int) -> Tensor:
+        """Room for the logits of `rows` rows, at most `chunk_rows`."""
+        return self.weight.new_empty(min(rows, self.chunk_rows), self.shard.rows, dtype=self.dtype)
+
+    def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
+        """[rows, shard.rows] in the first rows of `buffer`."""
+        weight, out = self._real(self.weight), buffer[: len(hidden)]
+        if hidden.dtype == out.dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        elif hidden.is_cuda:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            out.copy_(torch.mm(hidden, weight.t()))
+        return out if self.temperature == 1.0 else out.div_(self.temperature)
+
+    def add_gradients(
+        self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor, grad_weight: Tensor
+    ) -> None:
+        """From the gradient of the logits before the temperature: `grad_hidden` [rows, h] is written, this
+        shard's part of it; `grad_weight` [padded rows, h] is added to."""
+        grad_logits = grad_logits.to(hidden.dtype)
+        torch.mm(grad_logits, self._real(self.weight), out=grad_hidden)
+        grad_weight = self._real(grad_weight)
+        if grad_weight.dtype == hidden.dtype:
+            grad_weight.addmm_(grad_logits.t(), hidden)
+            return
+        for part in chunks(self.shard.rows, VOCABULARY_SLICE):
+            grad_weight[part] += torch.mm(grad_logits[:, part].t(), hidden)
+
+    def _real(self, weight: Tensor) -> Tensor:
+        return weight[: self.shard.rows]
