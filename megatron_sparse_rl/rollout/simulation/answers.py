@@ -62,9 +62,17 @@ class AnswerLengths:
 
 
 def parse_lengths(
-    text: str, *, cap: int, samples: int, seed: int = 0, correlation: float = 0.0
+    text: str,
+    *,
+    cap: int,
+    samples: int,
+    seed: int = 0,
+    correlation: float = 0.0,
+    endless: float = 0.0,
 ) -> AnswerLengths:
-    """From the form of the command line. Raises ValueError for anything else."""
+    """From the form of the command line; a share `endless` of the answers never ends by itself. Raises
+    ValueError for anything else.
+    """
     kind, colon, rest = text.partition(":")
     if not colon:
         return measured_lengths(Path(text), cap=cap, samples=samples, seed=seed, correlation=correlation)
@@ -77,7 +85,10 @@ def parse_lengths(
             f"lengths {text!r} are not known; give lognormal:MEDIAN,SIGMA, exponential:MEAN, "
             "pareto:LEAST,ALPHA with positive numbers, or a JSON file"
         )
-    return AnswerLengths(_quantiles(kind, values), cap, samples, seed, correlation)
+    ending = round(GRID * (1 - endless))
+    quantiles = np.full(GRID, float(cap + 1))
+    quantiles[:ending] = _quantiles(kind, values, (np.arange(ending) + 0.5) / ending)
+    return AnswerLengths(np.sort(quantiles), cap, samples, seed, correlation)
 
 
 def measured_lengths(
@@ -93,13 +104,17 @@ def measured_lengths(
     return AnswerLengths(np.sort(np.asarray(found, dtype=float)), cap, samples, seed, correlation)
 
 
-def _quantiles(kind: str, values: Sequence[float]) -> np.ndarray:
+def _quantiles(kind: str, values: Sequence[float], probabilities: np.ndarray) -> np.ndarray:
     if kind == "lognormal":
-        return values[0] * np.exp(values[1] * _SCORES)
+        return values[0] * np.exp(values[1] * _scores(probabilities))
     if kind == "exponential":
-        return -values[0] * np.log1p(-_PROBABILITIES)
-    return values[0] * (1 - _PROBABILITIES) ** (-1 / values[1])
+        return -values[0] * np.log1p(-probabilities)
+    return values[0] * (1 - probabilities) ** (-1 / values[1])
 
 
-_PROBABILITIES = (np.arange(GRID) + 0.5) / GRID
-_SCORES = np.array([NormalDist().inv_cdf(float(p)) for p in _PROBABILITIES])
+def _scores(probabilities: np.ndarray) -> np.ndarray:
+    """Quantiles of the standard normal distribution."""
+    return np.array([NormalDist().inv_cdf(float(p)) for p in probabilities])
+
+
+_SCORES = _scores((np.arange(GRID) + 0.5) / GRID)

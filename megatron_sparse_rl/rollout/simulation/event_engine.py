@@ -35,7 +35,7 @@ class CachePool:
     def shared(self, prompt: int) -> int:
         """Tokens of a prompt that the samples of a group hold once."""
         kept = prompt if self.rule is None else min(prompt, self.protect)
-        return kept // self.block * self.block
+        return min(kept, prompt - 1) // self.block * self.block
 
     def own(self, prompt: int, done: int) -> float:
         """Tokens of the pool that a request holds for itself when `done` tokens of its answer exist; a dense

@@ -128,15 +128,17 @@ class Run:
 
     def _learn_seconds(self, trained: list[Group]) -> float:
         learner = self._scenario.learner
-        seconds = learner.seconds(*self._sums(trained))
+        seconds = learner.seconds(*self._sums([group.done for group in trained]))
         if self._scenario.reforward:
-            seconds += learner.forward(*self._sums([*self._open, *self._surplus]))
+            seconds += learner.forward(*self._sums([group.done[group.open] for group in self._open]))
         return seconds
 
-    def _sums(self, groups: list[Group]) -> tuple[float, float]:
-        """Tokens of the answers with their prompts, and the sum of their squares."""
-        done = [group.done[group.done > 0] + self._scenario.prompt for group in groups]
-        lengths = np.concatenate([np.zeros(0), *done])
+    def _sums(self, answers: list[np.ndarray]) -> tuple[float, float]:
+        """Tokens of answers with their prompts, and the sum of their squares; those without a token have
+        none.
+        """
+        done = np.concatenate([np.zeros(0), *answers])
+        lengths = done[done > 0] + self._scenario.prompt
         return float(lengths.sum()), float((lengths**2).sum())
 
 

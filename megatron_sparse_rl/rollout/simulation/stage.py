@@ -22,8 +22,8 @@ Lengths = Callable[[int], np.ndarray]  # prompt index -> int64 [samples]
 @dataclass(frozen=True)
 class Scenario:
     """`lengths(prompt)` are the tokens of a prompt's answers. `concurrency`: requests in flight over all
-    engines (N'); `most_running`: requests one engine runs; `reforward`: the learner computes log-probs of all
-    answers in the buffer in every step, as CoPRIS's released code does.
+    engines (N'); `most_running`: requests one engine runs; `reforward`: in every step the
+    learner also computes log-probs of the answers that are not finished, as CoPRIS's released code does.
     """
 
     speed: EngineSpeed
