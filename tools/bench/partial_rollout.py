@@ -5,17 +5,25 @@ a hundred answers is about as long as the limit) and imposed on the engine, whic
 in training. Nothing is learned: after each step the weights are declared written, so that the prefix cache is
 reset as after an update. The first stages, in which the buffer fills, do not count.
 
+The simulator (docs/simulation.md) predicts the partial side: an engine speed is fitted to the synchronous
+steps alone, and both sides are simulated with it. `simulator_error` is the larger of the relative errors of
+the partial side's seconds and of the speed-up.
+
     python tools/bench/partial_rollout.py --json partial_rollout.json            # six minutes on two cores
     python tools/bench/partial_rollout.py --json partial_rollout.json --quick    # a few short answers
 """
 
 import argparse
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common import Child, ChildError, header, print_table, progress, write_json
+from partial_rollout_workload import predicted_seconds
+
+from megatron_sparse_rl.rollout.simulation.fit import DecodeSums, fit_speed
 
 SIDE = Path(__file__).with_name("partial_rollout_side.py")
 WARM_UP = 2
@@ -48,6 +56,30 @@ def figures(sides: dict[str, Sequence[dict[str, float]]]) -> dict[str, Any]:
     return {"speedup_dense": synchronous / partial, **result}
 
 
+def prediction(
+    workload: dict[str, Any], sums: Sequence[dict[str, float]], measured: dict[str, Any]
+) -> dict[str, Any]:
+    """What the simulator says with the speed of the synchronous steps (`sums`), and how far that is from the
+    measured `figures`.
+    """
+    speed = fit_speed([DecodeSums(**item) for item in sums])
+    seconds = {
+        name: predicted_seconds(workload, speed, partial=name == "partial", warm_up=WARM_UP)
+        for name in ("synchronous", "partial")
+    }
+    speedup = seconds["synchronous"] / seconds["partial"]
+    errors = (
+        seconds["partial"] / measured["sides"]["partial"]["seconds_per_1000_tokens"] - 1,
+        speedup / measured["speedup_dense"] - 1,
+    )
+    return {
+        "speedup_dense_predicted": speedup,
+        "simulator_error": max(map(abs, errors)),
+        "predicted_seconds_per_1000_tokens": seconds,
+        "speed_fitted_to_synchronous": dataclasses.asdict(speed),
+    }
+
+
 def show(result: dict[str, Any]) -> None:
     names = ("seconds_per_1000_tokens", "sampled_tokens_per_s", "utilisation", "staleness_mean")
     rows = [
@@ -56,7 +88,8 @@ def show(result: dict[str, Any]) -> None:
     workload = result["workload"]
     caption = (
         f"{workload['groups']} groups of {workload['samples']} answers a step, as many requests in flight; "
-        f"speedup_dense {result['speedup_dense']:.2f}"
+        f"speedup_dense {result['speedup_dense']:.2f}, predicted {result['speedup_dense_predicted']:.2f} "
+        f"(simulator_error {result['simulator_error']:.3f})"
     )
     columns = ("side", "s/1000 trained", "sampled/s", "utilisation", "staleness")
     print_table("sampling per trained token", columns, rows, caption)
@@ -69,22 +102,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of each side")
     arguments = parser.parse_args()
     workload = QUICK if arguments.quick else FULL
-    sides: dict[str, list[dict[str, float]]] = {}
+    sides: dict[str, dict[str, list[dict[str, float]]]] = {}
     with progress() as say:
         for name in ("synchronous", "partial"):
             say(f"{name}: {workload['steps']} steps")
-            request = {"partial": name == "partial", "workload": workload}
+            request = {"partial": name == "partial", "workload": workload, "warm_up": WARM_UP}
             try:
                 with Child(SIDE, threads=arguments.threads) as side:
                     sides[name] = side.ask(request)
             except ChildError as error:
                 raise SystemExit(f"error: {error}") from None
+    measured = figures({name: side["steps"] for name, side in sides.items()})
     result = {
         **header("partial_rollout", arguments.quick),
         "workload": workload,
         "threads": arguments.threads,
-        **figures(sides),
-        "steps": sides,
+        **measured,
+        **prediction(workload, sides["synchronous"]["decode_sums"], measured),
+        "decode_sums": {name: side["decode_sums"] for name, side in sides.items()},
+        "steps": {name: side["steps"] for name, side in sides.items()},
     }
     write_json(arguments.json, result)
     show(result)

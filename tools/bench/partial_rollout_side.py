@@ -1,6 +1,7 @@
 """One side of partial_rollout.py: the steps of a collector on the real engine, with imposed answer lengths.
 
-Answers one request {"partial", "workload"} with what each step took.
+Answers one request {"partial", "workload", "warm_up"} with what each step took, and the sums over the decode
+steps after the first `warm_up` stages, by the number of requests that ran.
 """
 
 import dataclasses
@@ -10,40 +11,70 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from common import serve
+from partial_rollout_workload import BLOCK, MAX_STALENESS, PROMPT_TOKENS, answer_length
 
 from megatron_sparse_rl.config import Config, from_tree
 from megatron_sparse_rl.observability.metrics import staleness_metrics
 from megatron_sparse_rl.rollout.buffer import TrajectoryBuffer
 from megatron_sparse_rl.rollout.collector import Collector
 from megatron_sparse_rl.rollout.engine import Engine
-from megatron_sparse_rl.rollout.sampling import SampleRequest
+from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest
+from megatron_sparse_rl.rollout.simulation.fit import DecodeSums
 from megatron_sparse_rl.trajectory import Group, Prompt
 from megatron_sparse_rl.weights.default_model import resolve_model
 
-PROMPT_TOKENS = 64
-SHORTEST = 4
+SHARED = (PROMPT_TOKENS - 1) // BLOCK * BLOCK  # tokens of a prompt that its second answer finds cached
 
 
 class FixedLengths:
-    """The engine, but an answer ends after its own number of tokens instead of at a stop token."""
+    """The engine, but an answer ends after its own number of tokens instead of at a stop token; it notes what
+    its decode steps took.
+    """
 
     def __init__(self, engine: Engine, workload: dict[str, Any]) -> None:
         self._engine, self._workload = engine, workload
+        self.sums: dict[int, DecodeSums] = {}  # by the number of requests that ran
+        self._context: dict[str, int] = {}  # tokens of each request
+        self.begin_stage()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def begin_stage(self) -> None:
+        """The prefix cache is empty, and time counts from now."""
+        self._mark = time.perf_counter()
+        self._prefilled = 0
+        self._prompts: set[int] = set()
+
     def submit(self, request: SampleRequest) -> None:
         prompt, sample = map(int, request.request_id.split("/"))
-        done = len(request.token_ids) - PROMPT_TOKENS
-        left = self._length(prompt, sample) - done
+        tokens = len(request.token_ids)
+        self._prefilled += tokens - (SHARED if prompt in self._prompts else 0)
+        self._prompts.add(prompt)
+        self._context[request.request_id] = tokens
+        left = answer_length(self._workload, prompt, sample) - (tokens - PROMPT_TOKENS)
         self._engine.submit(dataclasses.replace(request, max_tokens=left, stop_token_ids=()))
 
-    def _length(self, prompt: int, sample: int) -> int:
-        """Tokens of the whole answer, the same whenever it is asked for."""
-        work = self._workload
-        draw = np.random.default_rng([17, prompt, sample]).lognormal(np.log(work["median"]), work["sigma"])
-        return int(np.clip(draw, SHORTEST, work["limit"]))
+    def advance(self) -> list[SampledTokens]:
+        running, cached = len(self._context), sum(self._context.values())
+        finished = self._engine.advance()
+        now = time.perf_counter()
+        before = self.sums.get(running, DecodeSums(0, 0, 0, 0, 0))
+        self.sums[running] = DecodeSums(
+            steps=before.steps + 1,
+            seconds=before.seconds + now - self._mark,
+            requests=before.requests + running,
+            cached=before.cached + cached,
+            prefilled=before.prefilled + self._prefilled,
+        )
+        self._mark, self._prefilled = now, 0
+        ended = {sampled.request_id for sampled in finished}
+        self._context = {name: n + 1 for name, n in self._context.items() if name not in ended}
+        return finished
+
+    def cancel(self) -> list[SampledTokens]:
+        self._context.clear()
+        return self._engine.cancel()
 
 
 class Prompts:
@@ -74,37 +105,44 @@ def configuration(workload: dict[str, Any], *, partial: bool) -> Config:
         "max_prompt_tokens": PROMPT_TOKENS,
         "max_response_tokens": workload["limit"],
         "precision": "bf16",
+        "block_size": BLOCK,
         "kv_cache_gib": 2.0,
         "max_running": requests,
-        "partial": {"enabled": partial, "concurrency": requests, "max_staleness": 16},
+        "partial": {"enabled": partial, "concurrency": requests, "max_staleness": MAX_STALENESS},
     }
     return from_tree({"rollout": rollout})
 
 
-def answer(request: dict[str, Any]) -> list[dict[str, float]]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     workload = request["workload"]
     config = configuration(workload, partial=request["partial"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = Engine(config, str(resolve_model(config.model)), device="cpu")
+    engine = FixedLengths(Engine(config, str(resolve_model(config.model)), device="cpu"), workload)
     engine.weights_written(0)
-    collector = Collector(config, FixedLengths(engine, workload), Prompts(), TrajectoryBuffer(), scored)
+    collector = Collector(config, engine, Prompts(), TrajectoryBuffer(), scored)
     steps = []
     for step in range(1, workload["steps"] + 1):
-        began = time.perf_counter()
-        rollout = collector.collect(step)
-        steps.append(
-            {
-                "seconds": time.perf_counter() - began,
-                "trained_tokens": float(sum(t.length for g in rollout.groups for t in g.trajectories)),
-                "sampled_tokens": rollout.counters["tokens_generated"],
-                "utilisation": rollout.counters["utilisation"],
-                "polling": rollout.counters["seconds_polling"],
-                "staleness": staleness_metrics(rollout.groups, step - 1)["staleness/token_mean"],
-            }
-        )
+        if step == request["warm_up"] + 1:
+            engine.sums.clear()
+        engine.begin_stage()
+        steps.append(one_step(collector, step))
         engine.weights_written(step)
     dist.destroy_process_group()
-    return steps
+    sums = [dataclasses.asdict(engine.sums[running]) for running in sorted(engine.sums)]
+    return {"steps": steps, "decode_sums": sums}
+
+
+def one_step(collector: Collector, step: int) -> dict[str, float]:
+    began = time.perf_counter()
+    rollout = collector.collect(step)
+    return {
+        "seconds": time.perf_counter() - began,
+        "trained_tokens": float(sum(t.length for g in rollout.groups for t in g.trajectories)),
+        "sampled_tokens": rollout.counters["tokens_generated"],
+        "utilisation": rollout.counters["utilisation"],
+        "polling": rollout.counters["seconds_polling"],
+        "staleness": staleness_metrics(rollout.groups, step - 1)["staleness/token_mean"],
+    }
 
 
 if __name__ == "__main__":
