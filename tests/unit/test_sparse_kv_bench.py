@@ -47,6 +47,17 @@ def test_ratios_are_of_medians(bench: ModuleType) -> None:
     assert json.loads(json.dumps(found)) == found
 
 
+def test_scaling_compares_every_length_with_the_one_compacted_figure(bench: ModuleType) -> None:
+    found = {
+        "sparse": {"running": 45.0, "tokens_per_s": 90.0},
+        "512": {"running": 17.0, "tokens_per_s": 45.0},
+        "4096": {"running": 2.0, "tokens_per_s": 10.0},
+    }
+    rows = bench.scaling(found)
+    assert [(row["length"], row["tokens_per_s_ratio"]) for row in rows] == [(512.0, 2.0), (4096.0, 9.0)]
+    assert [(row["stock_running"], row["sparse_running"]) for row in rows] == [(17.0, 45.0), (2.0, 45.0)]
+
+
 @pytest.mark.slow
 def test_quick_benchmark_runs(tmp_path: Path) -> None:
     path = tmp_path / "sparse_kv.json"
@@ -57,3 +68,5 @@ def test_quick_benchmark_runs(tmp_path: Path) -> None:
     assert found["peak_blocks_per_request"] == found["bound_blocks"] == 2
     assert found["running_ratio"] > 1.5
     assert found["sides"]["crowded"]["stock"]["preemptions"] > 0
+    assert [row["length"] for row in found["scaling"]] == [128, 256]
+    assert found["scaling"][1]["sparse_running"] > found["scaling"][1]["stock_running"]

@@ -2,9 +2,11 @@
 
 Both sides sample the same prompts with the default model in bfloat16, every answer to its full length, in
 equal pools. A second workload, a few short answers that any pool holds, shows what compaction costs where it
-is not needed. Sides alternate; rounds are summed up by their medians.
+is not needed. Sides alternate; rounds are summed up by their medians. A third one asks how it goes on with
+longer sequences: decode steps with as many sequences of a length as the pool holds. Of the compacted ones
+that number does not depend on the length, nor does their cache: they are measured once, at the first length.
 
-    python tools/bench/sparse_kv.py --json sparse_kv.json            # ten minutes on two cores
+    python tools/bench/sparse_kv.py --json sparse_kv.json            # fifteen minutes on two cores
     python tools/bench/sparse_kv.py --json sparse_kv.json --quick    # a minute, few short answers
 """
 
@@ -27,6 +29,8 @@ FULL = {
     "sparse_kv": {"policy": "rkv", "budget": 128, "buffer": 64, "protect_prompt": 0},
     "crowded": {"requests": 32, "answer": 1024, "rounds": 1},
     "unpressured": {"requests": 8, "answer": 192, "rounds": 5},
+    "lengths": [512, 1024, 2048, 4096],
+    "decode_steps": 24,
 }
 QUICK = {
     "prompt": 32,
@@ -34,6 +38,8 @@ QUICK = {
     "sparse_kv": {"policy": "rkv", "budget": 32, "buffer": 32, "protect_prompt": 0},
     "crowded": {"requests": 12, "answer": 128, "rounds": 1},
     "unpressured": {"requests": 4, "answer": 32, "rounds": 2},
+    "lengths": [128, 256],
+    "decode_steps": 4,
 }
 
 
@@ -60,8 +66,27 @@ def figures(rounds: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, A
     }
 
 
-def measure(workload: dict[str, Any], threads: int) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Every round of both workloads; the sides take turns in going first."""
+def scaling(found: dict[str, dict[str, float]]) -> list[dict[str, float]]:
+    """For each length the throughput of stock vLLM, of the compacted side, and their ratio; `found` by length
+    for stock vLLM, and "sparse".
+    """
+    sparse = found["sparse"]
+    return [
+        {
+            "length": float(length),
+            "stock_running": stock["running"],
+            "sparse_running": sparse["running"],
+            "stock_tokens_per_s": stock["tokens_per_s"],
+            "sparse_tokens_per_s": sparse["tokens_per_s"],
+            "tokens_per_s_ratio": sparse["tokens_per_s"] / stock["tokens_per_s"],
+        }
+        for length, stock in found.items()
+        if length != "sparse"
+    ]
+
+
+def measure(workload: dict[str, Any], threads: int) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Every round of both workloads, in which the sides take turns in going first; the scaling."""
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
     with progress() as say, ExitStack() as stack:
         children = {side: stack.enter_context(Child(SIDE, threads=threads)) for side in SIDES}
@@ -74,7 +99,13 @@ def measure(workload: dict[str, Any], threads: int) -> dict[str, dict[str, list[
                 for side in SIDES[:: -1 if number % 2 else 1]:
                     say(f"{name}, round {number + 1}: {side}")
                     rounds[name][side].append(children[side].ask({"run": name}))
-    return rounds
+        first, *_ = workload["lengths"]
+        say(f"decode steps at {first} tokens: sparse")
+        found = {"sparse": children["sparse"].ask({"decode": first})}
+        for length in workload["lengths"]:
+            say(f"decode steps at {length} tokens: stock")
+            found[str(length)] = children["stock"].ask({"decode": length})
+    return rounds, scaling(found)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -91,6 +122,13 @@ def show(result: dict[str, Any]) -> None:
         f"{result['overhead_unpressured']:.1%}"
     )
     print_table("sampling in a small pool", columns, rows, caption)
+    names = ("length", "stock_running", "sparse_running", "stock_tokens_per_s", "sparse_tokens_per_s")
+    rows = [
+        [*(f"{row[name]:.4g}" for name in names), f"{row['tokens_per_s_ratio']:.2f}"]
+        for row in result["scaling"]
+    ]
+    columns = ("length", "running, stock", "sparse", "tokens/s, stock", "sparse", "ratio")
+    print_table("decode steps in a full pool", columns, rows, "")
 
 
 def main() -> None:
@@ -103,7 +141,7 @@ def main() -> None:
     workload = QUICK if arguments.quick else FULL
     workload = {**workload, "sparse_kv": {**workload["sparse_kv"], "policy": arguments.policy}}
     try:
-        rounds = measure(workload, arguments.threads)
+        rounds, scaled = measure(workload, arguments.threads)
     except ChildError as error:
         raise SystemExit(f"error: {error}") from None
     result = {
@@ -111,6 +149,7 @@ def main() -> None:
         "workload": workload,
         "threads": arguments.threads,
         **figures(rounds),
+        "scaling": scaled,
         "rounds": rounds,
     }
     write_json(arguments.json, result)

@@ -1,6 +1,7 @@
 """One side of sparse_kv.py: an engine, stock or with a compacted KV cache, that samples workloads.
 
-Answers {"start": side, "workload": ...} once, then {"run": name} with what the run took.
+Answers {"start": side, "workload": ...} once, then {"run": name} with what the run took, and {"decode":
+length} with what decode steps take in a full pool.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from megatron_sparse_rl.weights.default_model import resolve_model
 
 BLOCK = 32
 WARM_UP_TOKENS = 8
+MOST_RUNNING = 64
 GIB = 2**30
 
 
@@ -59,13 +61,35 @@ class Side:
             "compaction_share": compacting / seconds,
         }
 
-    def _requests(self, count: int, answer: int) -> list[SampleRequest]:
+    def decode(self, length: int) -> dict[str, float]:
+        """Tokens/s of decode steps with as many sequences of about `length` tokens as the pool holds."""
+        steps = self._workload["decode_steps"]
+        held = self._bound if self._sparse else -(-length // BLOCK)
+        count = min((self._scheduler.kv_cache_config.num_blocks - 1) // held, MOST_RUNNING)
+        # The first ones decode while the prompts of the last are still read.
+        answer = steps + 8 + length // 32
+        for request in self._requests(count, answer, length - answer):
+            self._engine.submit(request)
+        while self._scheduler.waiting or any(
+            request.num_computed_tokens < request.num_prompt_tokens for request in self._scheduler.running
+        ):
+            self._engine.advance()
+        running = len(self._scheduler.running)
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._engine.advance()
+        seconds = time.perf_counter() - began
+        if len(self._engine.cancel()) != count:
+            raise RuntimeError(f"answers of {answer} tokens ended before the last prompt was read; use more")
+        return {"running": float(running), "tokens_per_s": running * steps / seconds}
+
+    def _requests(self, count: int, answer: int, prompt: int = 0) -> list[SampleRequest]:
         self._runs += 1
         draw = np.random.default_rng([31, self._runs])
         return [
             SampleRequest(
                 f"{self._runs}/{index}",
-                draw.integers(100, 40_000, self._workload["prompt"]),
+                draw.integers(100, 40_000, prompt or self._workload["prompt"]),
                 answer,
                 temperature=1.0,
                 seed=index,
@@ -107,12 +131,12 @@ def configuration(workload: dict[str, Any], *, sparse: bool) -> Config:
     block_bytes = BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
     blocks = 1 + workload["dense_sequences"] * -(-(workload["prompt"] + crowded["answer"]) // BLOCK)
     rollout = {
-        "max_prompt_tokens": workload["prompt"],
+        "max_prompt_tokens": max(workload["lengths"]),
         "max_response_tokens": crowded["answer"],
         "precision": "bf16",
         "block_size": BLOCK,
         "kv_cache_gib": blocks * block_bytes / GIB,
-        "max_running": crowded["requests"],
+        "max_running": MOST_RUNNING,
         "sparse_kv": workload["sparse_kv"] if sparse else {},
     }
     return from_tree({"rollout": rollout})
@@ -125,6 +149,8 @@ def make_answer() -> Any:
         if "start" in request:
             sides.append(Side(request["start"], request["workload"]))
             return "ready"
+        if "decode" in request:
+            return sides[0].decode(request["decode"])
         return sides[0].run(request["run"])
 
     return answer
