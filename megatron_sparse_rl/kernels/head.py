@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_sparse_rl.kernels.rows import VocabularyShard, chunks
 
-VOCABULARY_SLICE = 16384  # rows of the weight whose gradient exists twice at a time, in mixed precision
+VOCABULARY_SLICE = 8192  # columns of the logits that exist in the weight's precision too, where they must
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class OutputHead:
         elif hidden.is_cuda:
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         else:
-            out.copy_(torch.mm(hidden, weight.t()))
+            for part in self._slices():
+                out[:, part] = torch.mm(hidden, weight[part].t())
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def add_gradients(
@@ -56,14 +57,20 @@ class OutputHead:
     ) -> None:
         """From the gradient of the logits before the temperature: `grad_hidden` [rows, h] is written, this
         shard's part of it; `grad_weight` [padded rows, h] is added to."""
-        grad_logits = grad_logits.to(hidden.dtype)
-        torch.mm(grad_logits, self._real(self.weight), out=grad_hidden)
-        grad_weight = self._real(grad_weight)
-        if grad_weight.dtype == hidden.dtype:
+        weight, grad_weight = self._real(self.weight), self._real(grad_weight)
+        if grad_logits.dtype == hidden.dtype == grad_weight.dtype:
+            torch.mm(grad_logits, weight, out=grad_hidden)
             grad_weight.addmm_(grad_logits.t(), hidden)
             return
-        for part in chunks(self.shard.rows, VOCABULARY_SLICE):
-            grad_weight[part] += torch.mm(grad_logits[:, part].t(), hidden)
+        total = hidden.new_zeros(hidden.shape, dtype=self.dtype)
+        for part in self._slices():
+            rounded = grad_logits[:, part].to(hidden.dtype)
+            total += torch.mm(rounded, weight[part])
+            grad_weight[part] += torch.mm(rounded.t(), hidden)
+        grad_hidden.copy_(total)
 
     def _real(self, weight: Tensor) -> Tensor:
         return weight[: self.shard.rows]
+
+    def _slices(self) -> list[slice]:
+        return chunks(self.shard.rows, VOCABULARY_SLICE)

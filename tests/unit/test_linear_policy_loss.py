@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,63 +12,18 @@ from hypothesis import strategies as st
 from megatron_sparse_rl.algorithms.settings import AlgorithmSettings, CorrectionSettings
 from megatron_sparse_rl.kernels.head import OutputHead
 from megatron_sparse_rl.kernels.linear_policy_loss import LossInputs, Unit, linear_policy_loss, units
-from megatron_sparse_rl.kernels.loss_columns import LossColumns
-from megatron_sparse_rl.kernels.loss_stats import reduce_stats
-from megatron_sparse_rl.kernels.policy_loss import policy_loss
-from tests.unit.head_cases import draw_head, plain_logprobs, whole_head
-from tests.unit.policy_loss_cases import algorithm_settings, as_columns, batch_weight_scale, draw_batch
-
-MAX_RESPONSE_TOKENS = 20
-
-
-def near(columns: LossColumns, logprobs: torch.Tensor) -> LossColumns:
-    """The columns with their log-probs moved to those of a head: `draw_batch` drew them around others."""
-    drawn = torch.linspace(-0.7, 0.7, len(logprobs), dtype=logprobs.dtype)
-    moved = {"sampler_logprobs": logprobs + drawn.roll(1)}
-    for name, shift in (("old_logprobs", drawn), ("stage_logprobs", drawn / 2), ("ref_logprobs", -drawn)):
-        if (column := getattr(columns, name)) is not None:
-            moved[name] = torch.where(column.isnan(), column, logprobs + shift)
-    fields = {name: torch.where(columns.mask, value, -math.inf) for name, value in moved.items()}
-    return LossColumns(**{**vars(columns), **fields})
-
-
-def fused(hidden: torch.Tensor, weight: torch.Tensor, vocab: int, inputs: LossInputs, **head: Any) -> tuple:
-    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
-    result = linear_policy_loss(hidden, whole_head(weight, vocab, **head), inputs)
-    result.loss.backward()
-    return result.loss.item(), int(result.count), hidden.grad, weight.grad, reduce_stats([result.stats])
-
-
-def eager(
-    hidden: torch.Tensor, weight: torch.Tensor, vocab: int, inputs: LossInputs, temperature: float
-) -> tuple:
-    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
-    logprobs, entropy = plain_logprobs(hidden, weight, inputs.targets, vocab, temperature)
-    result = policy_loss(logprobs, entropy, inputs.columns, inputs.settings, inputs.max_response_tokens)
-    result.loss.backward()
-    return result.loss.item(), int(result.count), hidden.grad, weight.grad, reduce_stats([result.stats])
-
-
-def draw_inputs(
-    lengths: list[int], algorithm: AlgorithmSettings, dtype: torch.dtype = torch.float64, **given: Any
-) -> tuple[torch.Tensor, torch.Tensor, LossInputs]:
-    """hidden, weight [vocab 13 + 3 of padding] in `dtype`, and the inputs."""
-    hidden, weight, targets = draw_head(sum(lengths), 13, 3, dtype=dtype)
-    batch = draw_batch(given.pop("seed", 0), lengths, **{"old": True, "ref": True, "spread": 0.3, **given})
-    _, _, columns = as_columns(batch, weight_scale=batch_weight_scale(batch, algorithm))
-    logprobs = plain_logprobs(hidden.double(), weight.double(), targets, 13, 1.0)[0].detach()
-    inputs = LossInputs(targets, near(columns, logprobs), tuple(lengths), algorithm, MAX_RESPONSE_TOKENS)
-    return hidden, weight, inputs
-
-
-def assert_close(found: tuple, expected: tuple, tolerance: float) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
-    assert found[1] == expected[1]
-    for ours, theirs in zip(found[2:4], expected[2:4], strict=True):
-        # Relative to the largest element: the small ones are differences of large ones.
-        scale = max(1.0, theirs.abs().max().item()) if theirs.numel() else 1.0
-        torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance * scale)
-    assert found[4] == pytest.approx(expected[4], rel=tolerance, abs=tolerance, nan_ok=True)
+from tests.unit.head_cases import whole_head
+from tests.unit.linear_loss_cases import (
+    SWITCHES,
+    TOLERANCES,
+    assert_close,
+    assert_near,
+    draw_inputs,
+    eager,
+    fused,
+    steady_inputs,
+)
+from tests.unit.policy_loss_cases import algorithm_settings
 
 
 @given(
@@ -100,27 +54,32 @@ def test_equals_eager_for_any_settings_shapes_and_masks(
     assert not found[3][13:].any()
 
 
-PRESETS = ["none", "sparse_rl", "sparse_rl_released"]
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_in_every_precision(dtype: torch.dtype, name: str) -> None:
+    """Against float64 arithmetic on the same rounded inputs, with one optimizer step a rollout and more."""
+    for old in (False, True):
+        hidden, weight, inputs = steady_inputs(SWITCHES[name], dtype, old=old)
+        expected = eager(hidden.double(), weight.double(), 13, inputs, 0.8)
+        for chunk in (5, 100):
+            found = fused(hidden, weight, 13, inputs, temperature=0.8, chunk_rows=chunk)
+            assert found[2].dtype == found[3].dtype == dtype
+            assert_near(found, expected, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("chunk", [5, 100])
-def test_precision_of_float32_and_bfloat16(
-    dtype: torch.dtype, tolerance: float, preset: str, chunk: int
-) -> None:
-    """Against float64 arithmetic on the same rounded inputs; thresholds away from every ratio."""
-    correction = CorrectionSettings(preset=preset, veto_threshold=0.0 if preset == "none" else 1e-4)
-    algorithm = AlgorithmSettings(
-        correction=correction, kl_coefficient=0.1, entropy_coefficient=0.1, clip_low=0.9, clip_high=9.0
-    )
-    hidden, weight, inputs = draw_inputs([7, 1, 12, 4], algorithm, dtype, keep=0.8)
-    expected = eager(hidden.double(), weight.double(), 13, inputs, 0.8)
-    found = fused(hidden, weight, 13, inputs, temperature=0.8, chunk_rows=chunk)
-    assert found[2].dtype == found[3].dtype == dtype
-    for ours, theirs in zip(found[2:4], expected[2:4], strict=True):
-        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
-    assert found[0] == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
+def test_every_switch_does_something() -> None:
+    """In the cases above no two have the same gradient, and what cuts does not cut everything."""
+    gradients: dict[str, torch.Tensor] = {}
+    for name, algorithm in {**SWITCHES, "plain": AlgorithmSettings()}.items():
+        hidden, weight, inputs = steady_inputs(algorithm, torch.float64, old=True)
+        *_, gradients[name], stats = eager(hidden, weight, 13, inputs, 0.8)
+        if algorithm.correction.rejects:
+            assert 0 < stats["correction/sequence_reject_fraction"] < 1, name
+        if algorithm.correction.token_mask_low:
+            assert 0 < stats["correction/token_mask_fraction"] < 1, name
+    for one, other in itertools.combinations(gradients, 2):
+        same = torch.allclose(gradients[one], gradients[other])
+        assert same == ({one, other} == {"sparse_rl", "sparse_copris"}), (one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
