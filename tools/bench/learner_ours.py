@@ -65,14 +65,16 @@ class Side:
         self.batch = to_batch([])
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """`load`: take the groups, warm up on the first; `step`: one measured update."""
+        """`load`: take the groups, warm up on the first; `step`: one measured update, with `old_logprobs`
+        after a forward pass for them, which one optimizer step a rollout does without."""
         if request["do"] == "load":
             self.batch = to_batch(request["groups"])
             self.learner.update(to_batch(request["groups"][:1]))
             packed = [len(m.tokens) for m in self.learner.micro_batches(self.batch)]
             return {"micro_batches": len(packed), "tokens_computed": sum(packed)}
         began = time.perf_counter()
-        result = self.learner.update(self.batch)
+        batch = self.with_old_logprobs() if request.get("old_logprobs") else self.batch
+        result = self.learner.update(batch)
         return {
             "seconds": time.perf_counter() - began,
             "loss": result.stats["loss"],
@@ -80,6 +82,12 @@ class Side:
             "imports_rss": IMPORTED,
             "peak_rss": peak_rss_bytes(),
         }
+
+    def with_old_logprobs(self) -> TrajectoryBatch:
+        columns = self.learner.logprobs(self.batch)
+        return self.batch.with_trajectories(
+            tuple(t.with_columns(old_logprobs=c) for t, c in zip(self.batch, columns, strict=True))
+        )
 
 
 if __name__ == "__main__":
