@@ -77,7 +77,7 @@ class LearnerSettings:
         True, "Keep optimizer state in host memory while the engine samples; without effect on a CPU."
     )
     logprob_chunk_tokens: int = setting(
-        1024,
+        512,
         "Response tokens whose logits exist at one time; a longer answer is projected a second time for its "
         "gradient.",
         unit="tokens",

@@ -180,7 +180,12 @@ def measure(
                     del rounds["liger short"]
         say(f"{precision}: over the number of tokens")
         scaling = [
-            {"tokens": tokens, "rounds": [step("ours", tokens, "short") for _ in range(arguments.rounds)]}
+            {
+                "tokens": tokens,
+                "rounds": rounds["ours short"]
+                if tokens == sizes.tokens
+                else [step("ours", tokens, "short") for _ in range(arguments.rounds)],
+            }
             for tokens in scaling_tokens(sizes)
         ]
     return {**result, "rounds": rounds, "scaling": scaling}
