@@ -80,7 +80,12 @@ def test_memory_of_the_longest_request_is_bounded() -> None:
 def engine(**changes: Any) -> Any:
     parts = {
         "cache_config": {"cache_dtype": "auto"},
-        "parallel_config": {"decode_context_parallel_size": 1, "pipeline_parallel_size": 1},
+        "parallel_config": {
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "enable_dbo": False,
+        },
     }
     for name, value in changes.items():
         section = next(part for part in parts.values() if name in part)
@@ -94,13 +99,16 @@ def engine(**changes: Any) -> Any:
     [
         ({"decode_context_parallel_size": 2}, "context-parallel decode .* no rank holds all keys"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"cache_dtype": "fp8"}, "cache_dtype=fp8: selection reads unscaled keys"),
+        ({"prefill_context_parallel_size": 2}, "context-parallel prefill .* not all tokens"),
+        ({"enable_dbo": True}, "microbatches"),
+        ({"cache_dtype": "fp8"}, "cache_dtype=fp8: selection reads keys of auto only"),
     ],
 )
 def test_features_that_do_not_go_with_it_are_refused(changes: dict[str, Any], reason: str) -> None:
     from megatron_sparse_rl.rollout.sparse_kv.refusals import check_engine
 
     check_engine(engine())
+    check_engine(engine(cache_dtype="fp8"), ("auto", "fp8"))
     with pytest.raises(ValueError, match=reason):
         check_engine(engine(**changes))
 
@@ -129,3 +137,19 @@ def test_other_kinds_of_attention_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"full attention in every layer, but layer.3"):
             check_layers({"layer.3": spec})
+
+
+def test_layers_without_a_cache_or_an_adapted_backend_are_refused() -> None:
+    from megatron_sparse_rl.rollout.sparse_kv.refusals import check_attention
+
+    def layer(shares: str | None, **adapted: Any) -> Any:
+        backend = SimpleNamespace(get_name=lambda: "FLEX_ATTENTION")
+        return SimpleNamespace(
+            kv_sharing_target_layer_name=shares, impl=SimpleNamespace(**adapted), attn_backend=backend
+        )
+
+    check_attention({"layer.0": layer(None, ring=None)})
+    with pytest.raises(ValueError, match=r"layer.1 uses that of layer.0"):
+        check_attention({"layer.1": layer("layer.0", ring=None)})
+    with pytest.raises(ValueError, match=r"FLASH_ATTN, FLASHINFER and TRITON_ATTN, but layer.0 has FLEX"):
+        check_attention({"layer.0": layer(None)})

@@ -144,7 +144,7 @@ class Simulation:
         )
         self.scheduler.use_v2_model_runner = case.resumed_as_new
         self.manager = self.scheduler.block_manager
-        self.table = RequestTable(self.spec, slots=6, batch=lambda: list(self.table.running))
+        self.table = RequestTable(self.spec, slots=6, batch=lambda _: list(self.table.running))
         self.cache: dict[tuple[int, int], Any] = {}  # (block, place): what lies there, see `_content`
         self.states: dict[str, Any] = {}  # as the worker knew each request when it entered last
         self.held: dict[str, list[int]] = {}  # positions in a request's cache, in the order of its places

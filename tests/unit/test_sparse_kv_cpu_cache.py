@@ -43,7 +43,7 @@ def make_layer(keys: str, values: str, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("keys", PLACES)
 def test_what_is_written_is_read(keys: str, values: str, dtype: torch.dtype) -> None:
     layer = make_layer(keys, values, dtype)
-    layout = CPUCacheLayout(layer)
+    layout = CPUCacheLayout([layer])
     assert not layer.kv_cache.any(), "the probe must not touch the cache"
     generator = torch.Generator().manual_seed(0)
     blocks = torch.tensor([[4, 1], [2, 5]])
@@ -52,8 +52,8 @@ def test_what_is_written_is_read(keys: str, values: str, dtype: torch.dtype) -> 
         torch.randn(2, HEADS, 2 * SIZE, WIDTH, generator=generator).to(dtype) for _ in ("keys", "values")
     ]
     layout.write(layer, *written, slots)
-    for found, expected in zip(layout.read(layer.kv_cache, blocks), written, strict=True):
-        assert torch.equal(found, expected)
+    assert torch.equal(layout.read_keys(layer.kv_cache, blocks), written[0])
+    assert torch.equal(layout.read_values(layer.kv_cache, blocks), written[1])
     assert not layer.kv_cache[[0, 3]].any()
 
 
@@ -63,6 +63,6 @@ def test_a_lossy_cache_is_refused() -> None:
     try:
         layer.impl = make_layer("lossy", "plain", torch.float32).impl
         with pytest.raises(RuntimeError, match="its own cell"):
-            CPUCacheLayout(layer)
+            CPUCacheLayout([layer])
     finally:
         del PLACES["lossy"]

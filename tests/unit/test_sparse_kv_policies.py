@@ -102,15 +102,18 @@ def test_rkv_evicts_repetitions_but_the_last() -> None:
 @given(seed=st.integers(0, 2**20), length=st.sampled_from([5, 16, 17, 64, 130, 200]), spread=st.floats(0, 3))
 @settings(max_examples=25, deadline=None)
 def test_redundancy_of_near_and_far_repetitions(seed: int, length: int, spread: float) -> None:
-    """The two-step search for the most recent similar key finds it wherever it is, or that there is none."""
+    """The search for the most recent similar key, in two steps or one, finds it wherever it is, or that there
+    is none.
+    """
     generator = torch.Generator().manual_seed(seed)
     centre = torch.randn(1, 2, 1, WIDTH, generator=generator)
     keys = centre + spread * torch.randn(1, 2, length, WIDTH, generator=generator)
     keys[:, :, : length // 2] *= -1  # similar to each other, to none of the recent ones
-    found = redundancy(keys)
-    for head in range(2):
-        expected = torch.from_numpy(rkv_redundancy(keys[0, head].double().numpy()))
-        torch.testing.assert_close(found[0, head].double(), expected, rtol=1e-4, atol=1e-7)
+    for columns in (None, 1, length):
+        found = redundancy(keys, columns)
+        for head in range(2):
+            expected = torch.from_numpy(rkv_redundancy(keys[0, head].double().numpy()))
+            torch.testing.assert_close(found[0, head].double(), expected, rtol=1e-4, atol=1e-7)
 
 
 def test_snapkv_retains_what_the_window_attends_to() -> None:

@@ -141,7 +141,7 @@ def test_reading_equals_plain_indexing(kernel: ModuleType, shape: Shape) -> None
     every = slots[None, :, None].expand(*size[:4])
     places = torch.arange(shape.requests * shape.candidates).view(1, shape.requests, 1, -1)
     keys = kernel.Rows.of(cache[:1])
-    kernel.move(keys, kernel.Rows.of([list(found)]), every, places.expand(*size[:4]))
+    kernel.move(keys, kernel.Rows.staged(found), every, places.expand(*size[:4]))
     for layer, view in enumerate(cache[0]):
         wanted = picked(integers(view, kernel), every[layer], shape.block)
         assert torch.equal(integers(found[layer], kernel), wanted)
@@ -153,7 +153,7 @@ def test_some_layers_only(kernel: ModuleType) -> None:
     cache = make_cache(shape, shape.blocks, generator)
     before = [integers(view, kernel).clone() for view in cache[1]]
     slots = make_slots(shape, generator)[None, :, None].expand(1, -1, 2, -1)
-    rows = kernel.Rows.of(cache).layers(slice(1, 2))
+    rows = kernel.Rows.of(cache).some(slice(0, 2), slice(1, 2))
     kernel.move(rows, rows, slots[..., 10:], slots[..., :10], in_place=True)
     same = [torch.equal(integers(view, kernel), old) for view, old in zip(cache[1], before, strict=True)]
     assert same == [True, False, True]

@@ -1,96 +1,75 @@
-"""Compaction of the cache, after a forward pass, for all requests that are due and layer by layer.
+"""Compaction of the cache, after a forward pass, for all requests that are due and some layers at a time.
 
 In: the requests that have reached protected + B + b tokens in their cache, and the queries of their last
 tokens. Out: the B tokens that the policy retains, moved together behind the protected ones; each layer and
-KV head has its own. All due requests have the same shapes, so a layer is one batch.
+KV head has its own. All due requests have the same shapes, so layers and requests make one batch.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_sparse_rl.rollout.settings import SparseKVSettings
-from megatron_sparse_rl.rollout.sparse_kv.cpu_cache import CPUCacheLayout
+from megatron_sparse_rl.rollout.sparse_kv.devices import make_clock, to_device
+from megatron_sparse_rl.rollout.sparse_kv.layout import Batch, CacheLayout
 from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
 from megatron_sparse_rl.rollout.sparse_kv.policies import make_policy
 from megatron_sparse_rl.rollout.sparse_kv.request_table import RequestState
 from megatron_sparse_rl.rollout.sparse_kv.retention import RetentionTrack
 
-BATCH_TOKENS = 16384  # candidates of a batch; bounds the memory of scores
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Requests that are compacted together: blocks int64 [requests, n] that hold the candidates, `candidates`
-    int64 [requests, B + b] their places in those blocks, `slots` int64 [requests, B] where to store what is
-    retained, `rings` int64 [requests] and `logical` int64 [requests]; `followed`: the row whose choice is
-    recorded, if any.
-    """
-
-    blocks: Tensor
-    candidates: Tensor
-    slots: Tensor
-    rings: Tensor
-    logical: Tensor
-    followed: int | None
-
 
 class Compactor:
-    """Compacts the caches of `layers`, vLLM attention layers of one group, in their order.
+    """Compacts the caches that `layout` knows.
 
-    `first_head`: number of this rank's first KV head in the whole model. `compactions` counts requests,
-    `seconds` the time; `track` follows one request.
+    `rings` [layers, slots, window, heads, head_dim] hold the queries of the window, None for a policy that
+    does not observe. `first_head`: number of this rank's first KV head in the whole model. `compactions`
+    counts requests, `clock` the time; `track` follows one request.
     """
 
-    def __init__(self, settings: SparseKVSettings, layers: Sequence[Any], first_head: int) -> None:
+    def __init__(
+        self, settings: SparseKVSettings, layout: CacheLayout, rings: Tensor | None, *, first_head: int
+    ) -> None:
         self.settings = settings
-        self.layers = layers
         self.compactions = 0
-        self.seconds = 0.0
-        self.track = RetentionTrack(Lengths(settings.budget, settings.buffer), len(layers))
+        self.clock = make_clock(layout.device)
+        self.track = RetentionTrack(Lengths(settings.budget, settings.buffer), layout.layers)
         self._policy = make_policy(settings)
-        self._layout = CPUCacheLayout(layers[0])
-        self._heads = first_head + torch.arange(self._layout.kv_heads)
-
-    @property
-    def observes(self) -> bool:
-        """Whether the policy needs the queries of the window."""
-        return self._policy.observes
+        self._layout = layout
+        self._rings = rings
+        self._heads = first_head + torch.arange(layout.kv_heads, device=layout.device)
 
     @torch.inference_mode()
     def compact(self, due: Sequence[RequestState]) -> None:
         """Compact the caches of `due`, whose tokens up to `logical` are in the cache."""
-        began = time.perf_counter()
-        for batch in self._batches(due):
-            for index, layer in enumerate(self.layers):
-                self._compact_layer(index, layer, batch)
+        with self.clock:
+            for batch, span in self._batches(due):
+                for first in range(0, self._layout.layers, span):
+                    self._compact_layers(slice(first, min(first + span, self._layout.layers)), batch)
         self.compactions += len(due)
-        self.seconds += time.perf_counter() - began
 
-    def _compact_layer(self, index: int, layer: Any, batch: Batch) -> None:
-        keys, values = self._layout.read(layer.kv_cache, batch.blocks)
-        candidates = batch.candidates[:, None].expand(-1, keys.shape[1], -1)
-        keys = _picked(keys, candidates)
+    def _compact_layers(self, layers: slice, batch: Batch) -> None:
+        keys = self._layout.keys(layers, batch)
         queries = keys.new_empty(0)
-        if self.observes:
-            ring = layer.impl.ring[batch.rings]  # [requests, window, heads, head_dim]
+        if self._rings is not None:
+            ring = self._rings[layers][:, batch.rings].flatten(0, 1)  # [.., window, heads, head_dim]
             queries = ring.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)
-        salts = (batch.logical[:, None] << 24) + (index << 12) + self._heads
-        chosen = self._policy.select(keys, queries, salts, self.settings.budget)
+        numbers = torch.arange(layers.start, layers.stop, device=keys.device)
+        salts = (batch.logical[None, :, None] << 24) + (numbers[:, None, None] << 12) + self._heads
+        chosen = self._policy.select(keys, queries, salts.flatten(0, 1), self.settings.budget)
         if batch.followed is not None:
-            self.track.record(index, chosen[batch.followed])
-        kept = _picked(keys, chosen), _picked(values, candidates.gather(2, chosen))
-        self._layout.write(layer, *kept, batch.slots)
+            followed = chosen.unflatten(0, (len(numbers), -1))[:, batch.followed].cpu()
+            for layer, retained in zip(range(layers.start, layers.stop), followed, strict=True):
+                self.track.record(layer, retained)
+        self._layout.retain(layers, batch, keys, chosen)
 
-    def _batches(self, due: Sequence[RequestState]) -> Iterator[Batch]:
+    def _batches(self, due: Sequence[RequestState]) -> Iterator[tuple[Batch, int]]:
+        """Batches of requests, and of how many layers at a time."""
         tokens = self.settings.budget + self.settings.buffer
-        size = max(1, BATCH_TOKENS // tokens)
+        size = max(1, self._layout.batch_tokens // tokens)
         for first in range(0, len(due), size):
-            yield self._batch(due[first : first + size], tokens)
+            some = due[first : first + size]
+            yield self._batch(some, tokens), max(1, min(self._layout.layers_at_once, size // len(some)))
 
     def _batch(self, due: Sequence[RequestState], tokens: int) -> Batch:
         block_size = self._layout.block_size
@@ -102,24 +81,15 @@ class Compactor:
         blocks = torch.tensor([span + span[-1:] * (longest - len(span)) for span in spans])
         offset = torch.tensor([state.protected % block_size for state in due])
         candidates = offset[:, None] + torch.arange(tokens)
-        kept = candidates[:, : self.settings.budget]
-        slots = blocks.gather(1, kept // block_size) * block_size + kept % block_size
+        slots = blocks.gather(1, candidates // block_size) * block_size + candidates % block_size
+        rings = torch.tensor([state.slot for state in due])
+        logical = torch.tensor([state.logical for state in due])
+        device = self._layout.device
         return Batch(
-            blocks,
-            candidates,
-            slots,
-            torch.tensor([state.slot for state in due]),
-            torch.tensor([state.logical for state in due]),
+            to_device(blocks, device),
+            to_device(candidates, device),
+            to_device(slots, device),
+            to_device(rings, device),
+            to_device(logical, device),
             next((row for row, state in enumerate(due) if self.track.follows(state)), None),
         )
-
-
-def _picked(rows: Tensor, places: Tensor) -> Tensor:
-    """Rows [requests, kv_heads, tokens, head_dim] at `places` int64 [requests, kv_heads, n].
-
-    One index over all heads: `gather` would need an index for every element, and is many times slower.
-    """
-    requests, heads, tokens, width = rows.shape
-    first = torch.arange(requests * heads, device=rows.device).view(requests, heads, 1) * tokens
-    picked = rows.reshape(-1, width).index_select(0, (places + first).flatten())
-    return picked.view(*places.shape, width)

@@ -9,7 +9,6 @@ whose spec is not `SparseAttentionSpec` are left to vLLM.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -18,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
+from megatron_sparse_rl.rollout.sparse_kv.metadata import Placement, place_tokens, ring_places
 from megatron_sparse_rl.rollout.sparse_kv.request_table import RequestTable
 from megatron_sparse_rl.rollout.sparse_kv.spec import SparseAttentionSpec
 
@@ -42,8 +41,8 @@ class SparseCPUAttentionMetadata(CPUAttentionMetadata):
 
 
 class SparseCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's attention; the worker sets `requests` and, for policies that observe, `ring`
-    [slots, window, heads, head_dim].
+    """vLLM's attention; the worker sets `requests` and, for policies that observe, `ring` [slots, window,
+    heads, head_dim].
     """
 
     requests: RequestTable | None = None
@@ -65,47 +64,51 @@ class SparseCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         common, requests = common_attn_metadata, self._requests()
         if requests is None:
             return super().build(common_prefix_len, common, fast_build)
-        starts = common.query_start_loc
-        counts = starts[1:] - starts[:-1]
-        before = common.seq_lens - counts
-        protected, slots = requests.rows(len(counts)).unbind(1)
-        held = physical_lengths(before, protected, requests.lengths)
+        protected, slots = requests.rows(common.num_reqs, common.req_idx).unbind(1)
         tokens = int(common.query_start_loc_cpu[-1])
-        owner = torch.repeat_interleave(counts.long(), output_size=tokens)
-        offset = torch.arange(tokens, device=starts.device) - starts[owner]
-        place = held[owner] + offset
-        blocks = common.block_table_tensor[owner, place // self.block_size].long()
+        placement = place_tokens(
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            protected,
+            requests.lengths,
+            tokens=tokens,
+            block_size=self.block_size,
+        )
         # In place: the forward pass writes keys and values by this very tensor
         # (v1/worker/gpu_model_runner.py, _get_slot_mappings).
-        common.slot_mapping[:tokens].copy_(blocks * self.block_size + place % self.block_size)
-        lengths = (held + counts).to(common.seq_lens.dtype)
+        common.slot_mapping[:tokens].copy_(placement.slots)
+        lengths = placement.lengths.to(common.seq_lens.dtype)
         metadata = super().build(
             common_prefix_len,
             common.replace(seq_lens=lengths, max_seq_len=int(lengths.max())),
             fast_build,
         )
-        position = before[owner] + offset
-        observed = self._observed(position, protected[owner], slots[owner])
+        observed = self._observed(placement, protected, slots, requests)
         return SparseCPUAttentionMetadata(**vars(metadata), observed=observed)
 
     def _requests(self) -> RequestTable | None:
-        """The worker's table, None for a layer whose cache is not compacted and before the first step."""
+        """The worker's table; None for a layer whose cache is not compacted, and outside of its steps."""
         if not isinstance(self.kv_cache_spec, SparseAttentionSpec):
             return None
-        layers = self.vllm_config.compilation_config.static_forward_context
-        return layers[self.layer_names[0]].impl.requests
+        requests = self._impl().requests
+        return requests if requests is not None and requests.in_step else None
 
-    def _observed(self, position: Tensor, protected: Tensor, slots: Tensor) -> Observed | None:
+    def _impl(self) -> Any:
+        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
+
+    def _observed(
+        self, placement: Placement, protected: Tensor, slots: Tensor, requests: RequestTable
+    ) -> Observed | None:
         """The tokens among the last `window` before the next compaction of their request."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        impl = layers[self.layer_names[0]].impl
-        if impl.ring is None:
+        ring = self._impl().ring
+        if ring is None:
             return None
-        begins = next_compactions(position, protected, impl.requests.lengths) - impl.ring.shape[1]
-        rows = (position >= begins).nonzero().squeeze(1)
+        places = ring_places(placement, protected, requests.lengths, ring.shape[1])
+        rows = (places >= 0).nonzero().squeeze(1)
         if not len(rows):
             return None
-        return Observed(rows, slots[rows], (position - begins)[rows].long())
+        return Observed(rows, slots[placement.owners[rows]], places[rows])
 
 
 class SparseCPUAttentionBackend(CPUAttentionBackend):
@@ -118,18 +121,3 @@ class SparseCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[SparseCPUAttentionMetadataBuilder]:
         return SparseCPUAttentionMetadataBuilder
-
-
-def physical_lengths(logical: Tensor, protected: Tensor, lengths: Lengths) -> Tensor:
-    """`Lengths.physical` of many requests, integers of any shape."""
-    return logical - lengths.buffer * _compactions(logical, protected, lengths)
-
-
-def next_compactions(logical: Tensor, protected: Tensor, lengths: Lengths) -> Tensor:
-    """`Lengths.next_compaction` of many requests."""
-    done = _compactions(logical, protected, lengths)
-    return protected + lengths.budget + lengths.buffer * (done + 1)
-
-
-def _compactions(logical: Tensor, protected: Tensor, lengths: Lengths) -> Tensor:
-    return ((logical - protected - lengths.budget) // lengths.buffer).clamp(min=0)

@@ -5,37 +5,64 @@ keys depends on the instruction set (v1/attention/backends/cpu_attn.py, _get_att
 writing known numbers through vLLM's own writer, which also writes what is retained.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_sparse_rl.rollout.sparse_kv.layout import Batch
+
 DIGIT = 64  # up to 255 every integer is exact in bfloat16
 
 
 class CPUCacheLayout:
-    """How caches [blocks, kv_heads, block_size, 2 * head_dim] are stored; all layers store alike."""
+    """How caches [blocks, kv_heads, block_size, 2 * head_dim] are stored; all `layers` store alike."""
 
-    def __init__(self, layer: Any) -> None:
-        cache = layer.kv_cache
+    batch_tokens = 16384
+    layers_at_once = 1
+    device = torch.device("cpu")
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        cache = layers[0].kv_cache
+        self.layers = len(layers)
         self.kv_heads, self.block_size, self.head_dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
-        keys, values = self._probe(layer)
-        self._keys = None if _is_transposed(keys) else keys.flatten()
-        self._values = None if _is_plain(values) else values.flatten()
+        self._layers = layers
+        keys, values = self._probe(layers[0])
+        self._key_cells = None if _is_transposed(keys) else keys.flatten()
+        self._value_cells = None if _is_plain(values) else values.flatten()
 
-    def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks, int64 [requests, n] ids -> two
-        [requests, kv_heads, n * block_size, head_dim].
-        """
-        both = cache.view(cache.shape[0], self.kv_heads, 2, -1)
-        keys, values = both[:, :, 0][blocks], both[:, :, 1][blocks]  # [requests, n, kv_heads, cells]
-        cells = (*keys.shape[:3], self.block_size, self.head_dim)
-        if self._keys is None:
-            keys = keys.view(*cells[:3], self.head_dim, self.block_size).transpose(3, 4)
+    def keys(self, layers: slice, batch: Batch) -> Tensor:
+        """`CacheLayout.keys` of one layer."""
+        (layer,) = self._layers[layers]
+        keys = self.read_keys(layer.kv_cache, batch.blocks)
+        return _picked(keys, batch.candidates[:, None].expand(-1, self.kv_heads, -1))
+
+    def retain(self, layers: slice, batch: Batch, keys: Tensor, chosen: Tensor) -> None:
+        """`CacheLayout.retain` of one layer."""
+        (layer,) = self._layers[layers]
+        candidates = batch.candidates[:, None].expand(-1, self.kv_heads, -1)
+        values = _picked(self.read_values(layer.kv_cache, batch.blocks), candidates.gather(2, chosen))
+        self.write(layer, _picked(keys, chosen), values, batch.slots[:, : chosen.shape[2]])
+
+    def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Keys of whole blocks, int64 [requests, n] ids -> [requests, kv_heads, n * block_size, head_dim]."""
+        keys = self._half(cache, 0)[blocks]  # [requests, n, kv_heads, cells]
+        if self._key_cells is None:
+            keys = keys.unflatten(3, (self.head_dim, self.block_size)).transpose(3, 4)
         else:
-            keys = keys[..., self._keys].view(cells)
-        values = values.view(cells) if self._values is None else values[..., self._values].view(cells)
-        return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
+            keys = keys[..., self._key_cells].unflatten(3, (self.block_size, self.head_dim))
+        return keys.transpose(1, 2).flatten(2, 3)
+
+    def read_values(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Values of whole blocks, as `read_keys`."""
+        values = self._half(cache, 1)[blocks]
+        if self._value_cells is not None:
+            values = values[..., self._value_cells]
+        return values.unflatten(3, (self.block_size, self.head_dim)).transpose(1, 2).flatten(2, 3)
+
+    def _half(self, cache: Tensor, half: int) -> Tensor:
+        return cache.view(cache.shape[0], self.kv_heads, 2, -1)[:, :, half]
 
     def write(self, layer: Any, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store [requests, kv_heads, n, head_dim] at `slots` int64 [requests, n], each the number of a block
@@ -81,3 +108,14 @@ def _is_plain(places: Tensor) -> bool:
 
 def _is_transposed(places: Tensor) -> bool:
     return bool((places.t().flatten().diff() == 1).all())
+
+
+def _picked(rows: Tensor, places: Tensor) -> Tensor:
+    """Rows [requests, kv_heads, tokens, head_dim] at `places` int64 [requests, kv_heads, n].
+
+    One index over all heads: `gather` would need an index for every element, and is many times slower.
+    """
+    requests, heads, tokens, width = rows.shape
+    first = torch.arange(requests * heads).view(requests, heads, 1) * tokens
+    picked = rows.reshape(-1, width).index_select(0, (places + first).flatten())
+    return picked.view(*places.shape, width)

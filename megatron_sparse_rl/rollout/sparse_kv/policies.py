@@ -59,8 +59,8 @@ def rkv(keys: Tensor, queries: Tensor, keep: int, *, pooling: int, balance: floa
 
     Importance I: the attention logits of the window's queries, the largest over the query heads of the
     group, softmax over the keys before the window, mean over the window, max-pooled over neighbours.
-    Redundancy R: `redundancy`. Retained are the tokens with the largest
-    balance * I - (1 - balance) * R, and the window.
+    Redundancy R: `redundancy`. Retained are the tokens with the largest balance * I - (1 - balance) * R,
+    and the window.
     """
     keys, candidates = keys.float(), keys.shape[2] - queries.shape[3]
     logits = _logits(queries, keys[:, :, :candidates]).amax(2)
@@ -69,23 +69,25 @@ def rkv(keys: Tensor, queries: Tensor, keep: int, *, pooling: int, balance: floa
     return _best_and_rest(scores, keep, keys.shape[2])
 
 
-def redundancy(keys: Tensor) -> Tensor:
+def redundancy(keys: Tensor, columns: int | None = None) -> Tensor:
     """How much each key repeats others, float32 [requests, kv_heads, length], a distribution over the keys.
 
     Softmax over the keys of the mean over rows of the matrix of cosine similarities, with a zero diagonal
     and, in each row, a zero for the most recent key with a similarity above `SIMILAR`: the last of several
-    repetitions does not count as one.
+    repetitions does not count as one. The result does not depend on `columns`, the last keys among which a
+    similar one is looked for before all others; by default all on a GPU, where the whole matrix costs less
+    than to wait for the number of rows that are left.
     """
     keys = keys.float()
     length = keys.shape[2]
+    columns = columns or (length if keys.is_cuda else RECENT_COLUMNS)
     scale = torch.linalg.vector_norm(keys, dim=-1).clamp(min=1e-12).reciprocal()
     total = scale[:, :, None] @ keys  # the sum of all keys of length 1
     sums = (total @ keys.transpose(2, 3)).squeeze(2) * scale - 1  # 1: each key's with itself
-    recent = max(0, length - RECENT_COLUMNS)
+    recent = max(0, length - columns)
     rows = torch.arange(length, device=keys.device).expand(keys.shape[:3])
     missing = ~_exempt_most_recent(sums, keys, scale, keys, rows, scale, recent, length)
-    left = int(missing.sum(-1).max())
-    if left and recent:  # few rows, as a rule: look for theirs among the earlier keys
+    if recent and (left := int(missing.sum(-1).max())):  # few rows, as a rule: look at the earlier keys
         wanted, rows = missing.to(torch.uint8).topk(left, dim=-1)
         picked = keys.gather(2, rows[..., None].expand(-1, -1, -1, keys.shape[3]))
         row_scale = scale.gather(2, rows) * wanted  # nothing is similar to a row that is not wanted

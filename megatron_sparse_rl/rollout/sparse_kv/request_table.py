@@ -31,16 +31,21 @@ class RequestState:
 class RequestTable:
     """Follows the scheduler step by step; every rank of an engine has the same.
 
-    `batch` tells the ids of the requests in the batch, row by row. Slot 0 belongs to no request.
+    `batch` tells the ids of the requests in the batch, row by row, given what attention metadata says of
+    them (`req_idx`). Slot 0 belongs to no request. `in_step` is false while vLLM runs batches of its own, to
+    warm up and to capture graphs.
     """
 
-    def __init__(self, spec: SparseAttentionSpec, *, slots: int, batch: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self, spec: SparseAttentionSpec, *, slots: int, batch: Callable[[Any], Sequence[str]]
+    ) -> None:
         self.lengths = spec.lengths
         self._spec = spec
         self._batch = batch
         self._free_slots = list(range(slots, 0, -1))
         self._protected: dict[str, int] = {}
         self.running: dict[str, RequestState] = {}
+        self.in_step = False
 
     def begin_step(self, output: Any) -> list[RequestState]:
         """Take in a step before it runs; the requests that reach a compaction at its end.
@@ -48,6 +53,7 @@ class RequestTable:
         Raises RuntimeError when a step goes beyond a compaction or needs blocks that the request lacks:
         scheduler and worker then do not follow the same rule.
         """
+        self.in_step = True
         for request_id in output.finished_req_ids:
             self._protected.pop(request_id, None)
             self._leave(request_id)
@@ -62,12 +68,16 @@ class RequestTable:
                 due.append(state)
         return due
 
-    def rows(self, count: int) -> Tensor:
+    def end_step(self) -> None:
+        """The step has run."""
+        self.in_step = False
+
+    def rows(self, count: int, indices: Any = None) -> Tensor:
         """int64 [count, 2]: protected tokens and ring slot of the request in each row of the batch; zeros in
         rows that only pad it.
         """
         numbers = torch.zeros(count, 2, dtype=torch.int64)
-        held = [self.running[name] for name in self._batch()[:count]]
+        held = [self.running[name] for name in self._batch(indices)[:count]]
         if held:
             numbers[: len(held)] = torch.tensor([(state.protected, state.slot) for state in held])
         return numbers

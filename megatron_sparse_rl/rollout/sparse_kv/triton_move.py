@@ -7,7 +7,7 @@ are moved as they are, byte for byte, for all layers, requests and KV heads in o
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,10 +65,19 @@ class Rows:
             keep=tuple(every),
         )
 
-    def layers(self, wanted: slice) -> "Rows":
-        """Those of some layers only."""
-        starts = self.starts[:, wanted].contiguous()
-        return Rows(self.base, starts, self.unit, self.block, self.strides, self.width, self.keep)
+    @classmethod
+    def staged(cls, tensor: Tensor) -> "Rows":
+        """Of a contiguous tensor [layers, blocks, heads, block, width], made without a copy from the host."""
+        layers, _, _, block, width = tensor.shape
+        unit = math.gcd(UNIT, tensor.stride(0))
+        starts = torch.arange(layers, device=tensor.device)[None] * (tensor.stride(0) // unit)
+        strides = (tensor.stride(1), tensor.stride(2), tensor.stride(3))
+        base = tensor.view(INTEGERS[tensor.element_size()])
+        return cls(base, starts, unit, block, strides, width, (tensor,))
+
+    def some(self, halves: slice, layers: slice) -> "Rows":
+        """Those of some halves and layers only."""
+        return replace(self, starts=self.starts[halves, layers].contiguous())
 
 
 def move(source: Rows, target: Rows, sources: Tensor, targets: Tensor, *, in_place: bool = False) -> None:

@@ -4,8 +4,10 @@ It stands beside `rollout/vllm_compat.py` because it imports the scheduler, whic
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -24,12 +26,38 @@ class ClippedChunks:
         return min(num_new_tokens, self.chunk_limit(request, num_computed_tokens))
 
 
-def batch_order(model_runner: Any) -> Sequence[str]:
+def batch_order(model_runner: Any, indices: Any) -> Sequence[str]:
     """The ids of the requests of the step, in the order of the rows of its tensors, from the time that
-    attention metadata is built (v1/worker/gpu_model_runner.py, _update_states).
+    attention metadata is built.
+
+    The V2 runner names rows by their index among its requests (`indices`, the metadata's `req_idx`:
+    v1/worker/gpu/model_states/default.py, prepare_attn), the V1 runner keeps them in that order
+    (v1/worker/gpu_model_runner.py, _update_states).
     """
+    if indices is not None:
+        return [model_runner.req_states.index_to_req_id[index] for index in indices.tolist()]
     order: Sequence[str] = model_runner.input_batch.req_ids
     return order
+
+
+def key_scale(layer: Any) -> Tensor:
+    """What the keys in an fp8 cache are to be multiplied by: one number, or one for each KV head
+    (model_executor/layers/attention/attention.py, set_default_quant_scales).
+    """
+    scale: Tensor = layer._k_scale
+    return scale
+
+
+def query_scale(layer: Any) -> Tensor:
+    """What a query that arrives in fp8 is to be multiplied by (attention.py, forward)."""
+    scale: Tensor = layer._q_scale
+    return scale
+
+
+def kv_cache_memory(worker: Any) -> AbstractContextManager[None]:
+    """Memory allocated inside sleeps and wakes with the KV cache (v1/worker/gpu_worker.py)."""
+    pool: AbstractContextManager[None] = worker._maybe_get_memory_pool_context(tag="kv_cache")
+    return pool
 
 
 def register_spec(spec: type, manager: type) -> None:

@@ -17,7 +17,7 @@ from megatron_sparse_rl.config import from_tree
 from megatron_sparse_rl.rollout.engine import Engine
 from megatron_sparse_rl.rollout.sampling import SampledTokens, SampleRequest
 from megatron_sparse_rl.rollout.settings import SparseKVSettings
-from megatron_sparse_rl.rollout.sparse_kv import compaction
+from megatron_sparse_rl.rollout.sparse_kv.cpu_cache import CPUCacheLayout
 from megatron_sparse_rl.rollout.vllm_compat import replaced
 from megatron_sparse_rl.settings import SettingError
 from tests.engine.models import engine_config, load_model, random_prompts, request
@@ -168,7 +168,7 @@ def check_batch_does_not_matter(folder: str) -> None:
         if len(done) == 8:
             break
     apart = [done[one.request_id] for one in asked]
-    with replaced(compaction, "BATCH_TOKENS", 90):  # two requests at a time
+    with replaced(CPUCacheLayout, "batch_tokens", 90):  # two requests at a time
         in_twos = engine.sample(asked)
     for other in (alone, apart, in_twos):
         assert tokens(other) == tokens(together)
