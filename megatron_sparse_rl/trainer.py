@@ -93,7 +93,7 @@ class Trainer:
         self.buffer = TrajectoryBuffer()
         self.learner = Learner(config, arch, folder, context.device)
         self.checkpoints = Checkpoints(config.checkpoint, self.output, self.learner)
-        self._resume()
+        collected = self._resume()
         self.learner.offload_optimizer()  # the engine takes its share of the memory when it is built
         self.engine = Engine(config, str(folder), device=context.device.type)
         self.colocation = Colocation(self.learner, self.engine, verify=config.rollout.verify_weights)
@@ -107,6 +107,8 @@ class Trainer:
             has_signal=has_signal if config.algorithm.dynamic_sampling else None,
             progress=self.progress,
         )
+        if collected is not None:
+            self.collector.load_state_dict(collected)
         self.observer = Observer(
             config.observability, self.output, rank=context.rank, total_steps=config.steps
         )
@@ -252,16 +254,18 @@ class Trainer:
         }
         return state, arrays
 
-    def _resume(self) -> None:
-        if self.config.checkpoint.resume == "never":
-            return
-        if (loaded := self.checkpoints.load_newest()) is not None:
-            self.step, state, arrays = loaded
-            self.saved_step = self.step
-            self.prompts.load_state_dict(state["data"])
-            self.buffer.load_state_dict(state["buffer"], arrays)
-            self.collector.load_state_dict(state["collector"])
-            self.record = state["record"]
+    def _resume(self) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint, if there is one; the state of the collector, which needs the
+        engine and is not built yet.
+        """
+        if self.config.checkpoint.resume == "never" or (loaded := self.checkpoints.load_newest()) is None:
+            return None
+        self.step, state, arrays = loaded
+        self.saved_step = self.step
+        self.prompts.load_state_dict(state["data"])
+        self.buffer.load_state_dict(state["buffer"], arrays)
+        self.record = state["record"]
+        return dict(state["collector"])
 
     def _seconds(self) -> float:
         """Wall time of the run, over all its starts."""
