@@ -65,7 +65,7 @@ def engine(
     sigma: Annotated[float, typer.Option(help="of the lognormal answers")] = 0.8,
     requests: Annotated[int, typer.Option(min=1, help="answers to sample")] = 1024,
     most_running: Annotated[int, typer.Option(min=1, help="requests an engine runs at most")] = 1024,
-    request_steps: Annotated[int, typer.Option(help="tokens to decode at most, by scaling down")] = 1_500_000,
+    request_steps: Annotated[int, typer.Option(help="tokens to decode at most, by scaling down")] = 1_000_000,
     json_path: Json = None,
 ) -> None:
     """One engine under vLLM's own scheduler: dense caches against compacted ones."""
@@ -257,17 +257,18 @@ def copris(
         with console.status("fitting") as status:
             assumptions = copris_figures.fit(
                 assumptions,
-                lambda tried, loss: status.update(f"fitting: {fitted(tried)}, rms error {loss:.3f}"),
+                lambda tried, loss: status.update(f"fitting: {fitted(tried)}, loss {loss:.4f}"),
             )
     settings = compacted(budget, buffer, assumptions.prompt)
-    points = []
     with Progress(console=console, transient=True) as bar:
         wanted = copris_figures.published(assumptions.curve_model)
-        for point in bar.track(wanted, description="published speed-ups"):
-            points.append(copris_figures.simulate_point(assumptions, point, settings))
+        task = bar.add_task("published speed-ups", total=len(wanted))
+        points = copris_figures.reproduce(assumptions, settings, lambda: bar.advance(task))
     results = [
         {
             **dataclasses.asdict(point.published),
+            "published_synchronous_s": point.published.synchronous_s,
+            "published_partial_s": point.published.partial_s,
             "simulated": point.speedup,
             "error": point.error,
             "with_sparse_kv": point.sparse_speedup,
@@ -286,7 +287,9 @@ def copris(
         "error": "error",
         "with sparse KV": "with_sparse_kv",
         "synchronous [s]": "synchronous_s",
+        "published ": "published_synchronous_s",
         "partial [s]": "partial_s",
+        "published  ": "published_partial_s",
         "mean answer": "mean_length",
         "age": "staleness",
     }

@@ -74,7 +74,8 @@ def test_a_share_of_engine_and_work_stands_for_the_whole() -> None:
     assert found[1].running == pytest.approx(found[0].running, rel=0.05)
     assert found[1].tokens_per_s == pytest.approx(found[0].tokens_per_s, rel=0.05)
     assert found[1].most_running == pytest.approx(found[0].most_running, rel=0.05)
-    assert whole.shared(20_000).share == 0.125
+    assert whole.shared(80_000).share == 0.5
+    assert whole.shared(1).share == 0.25, "a pool for two of the longest requests"
     assert whole.shared(10**9).share == 1
 
 

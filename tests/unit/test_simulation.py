@@ -5,14 +5,24 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from megatron_sparse_rl.rollout.settings import SparseKVSettings
 from megatron_sparse_rl.rollout.simulation.answers import parse_lengths
+from megatron_sparse_rl.rollout.simulation.copris import (
+    Assumptions,
+    Point,
+    published,
+    reproduce,
+    simulate_point,
+)
 from megatron_sparse_rl.rollout.simulation.event_engine import CachePool, EventEngine, Request
 from megatron_sparse_rl.rollout.simulation.fit import DecodeSums, fit_speed, read_sums
 from megatron_sparse_rl.rollout.simulation.modes import MODES, compare_modes
+from megatron_sparse_rl.rollout.simulation.picture import draw_speedups
 from megatron_sparse_rl.rollout.simulation.schedule import Run
 from megatron_sparse_rl.rollout.simulation.speed import (
     GPUS,
@@ -239,9 +249,9 @@ def test_modes_differ_as_they_must() -> None:
 
 
 def test_many_engines_take_as_long_for_a_step_as_few_do() -> None:
-    few, many = (Run(many_engines(n)).steps(1, 3)[0] for n in (16, 128))
+    few, many = (Run(many_engines(n)).steps(1, 3)[0] for n in (32, 128))
     assert many.rollout_s == pytest.approx(few.rollout_s, rel=0.15)
-    assert many.trained_answers == 8 * few.trained_answers
+    assert many.trained_answers == 4 * few.trained_answers
 
 
 # ---- the command ----
@@ -275,3 +285,43 @@ def test_wrong_arguments_are_one_sentence(tool, options, told) -> None:
     done = CliRunner().invoke(tool.app, options, env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert told in done.output
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_published_speedups_follow_from_one_set_of_assumptions(seed: int) -> None:
+    """CoPRIS's eight speed-ups (arXiv 2511.05589), none fitted on its own, whatever lengths are drawn."""
+    assumptions = Assumptions(seed=seed)
+    points = reproduce(assumptions)
+    errors = {(p.published.model, p.published.context_k, p.published.curve): p.error for p in points}
+    assert len(errors) == 8
+    assert max(map(abs, errors.values())) <= 0.15, errors
+    curve = [point for point in points if point.published.curve]
+    assert [round(point.published.speedup, 2) for point in curve] == [1.25, 1.54, 1.75, 2.0, 2.27]
+    speedups = [point.speedup for point in curve]
+    assert speedups == sorted(speedups)
+    for point in curve:
+        for simulated, told in (
+            (point.synchronous_s, point.published.synchronous_s),
+            (point.partial_s, point.published.partial_s),
+        ):
+            assert told is not None
+            assert simulated == pytest.approx(told, rel=0.4), "seconds of a step"
+
+
+def test_compacted_caches_add_to_partial_rollouts() -> None:
+    assumptions = Assumptions()
+    settings = SparseKVSettings(policy="rkv", budget=1024, buffer=128)
+    point = simulate_point(assumptions, published(assumptions.curve_model)[3], settings)
+    assert point.sparse_speedup > 1.2 * point.speedup
+
+
+def test_the_picture_shows_published_and_simulated(tmp_path: Path) -> None:
+    points = [
+        Point(told, 2.0, 1.0, sparse, 1.0, 1000.0)
+        for told in published("Qwen3-8B")
+        for sparse in ([0.5] if told.curve else [None])
+    ]
+    path = tmp_path / "speedups.png"
+    draw_speedups(points, path)
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert (width, height) == (900, 360)

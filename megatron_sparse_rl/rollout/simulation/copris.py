@@ -4,10 +4,9 @@ In: `Assumptions`. Out: the simulated speed-up of every published one, and what 
 the paper and its released code state is taken as it is: 64 groups of 8 answers, 1,024 requests in flight, 16
 engines of one GPU each, 0.8 of its memory; prompts may take 1,024 tokens of the context; the learner computes
 log-probs of unfinished answers in every step. What neither states is assumed (the GPU, its attained shares,
-the length of prompts) or fitted: `FITTED`.
+the length of prompts, the model of the figure over context lengths) or fitted: `FITTED`.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,19 +30,24 @@ from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
 THOUSAND = 1024  # the paper's K
 PROMPT_LIMIT = 1024
 BLOCK = 16
-WARM_UP, STEPS = 12, 8
+SYNCHRONOUS_STEPS, WARM_UP, PARTIAL_STEPS = 12, 8, 8
+ANSWERS = 512  # of a step
+SECONDS_WEIGHT = 0.1  # of step times against speed-ups in the fit
 
 
 @dataclass(frozen=True)
 class Published:
     """One published speed-up: of a model at a context of so many K tokens; `curve`: of the figure over
-    context lengths, not of the table of models.
+    context lengths, not of the table of models. Seconds of a step of both modes where the figure gives them,
+    as answers a second.
     """
 
     model: str
     context_k: int
     speedup: float
     curve: bool
+    synchronous_s: float | None = None
+    partial_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,30 +55,39 @@ class Assumptions:
     """What the published figures do not say.
 
     `curve_model`: the model of the figure over context lengths, which its caption does not name. Answers are
-    lognormal with `median` tokens and `sigma`, of every model alike, and cut at the context. `step_s`:
-    seconds of a decode step beside reading and computing. `fixed_s`: seconds of a training step that depend
-    on no token (weights into the engine, rewards, data).
+    lognormal with `median` tokens and `sigma`, of every model alike, and cut at the context. `fixed_s`:
+    seconds of a training step that depend on no token (weights into the engine, rewards, data). `seed` of
+    the lengths.
     """
 
-    median: float = 3000.0
-    sigma: float = 1.0
-    step_s: float = 3e-3
-    fixed_s: float = 60.0
-    curve_model: str = "Distill-Qwen-1.5B"
+    median: float = 2500.0
+    sigma: float = 1.25
+    fixed_s: float = 27.0
+    curve_model: str = "Qwen3-8B"
     gpu: str = "H100"
     prompt: int = 150
+    seed: int = 0
     attained: Attained = field(default_factory=Attained)
 
 
-FITTED = ("median", "sigma", "step_s", "fixed_s")
+FITTED = ("median", "sigma", "fixed_s")
 
 
 def published(curve_model: str) -> list[Published]:
-    """The eight speed-ups."""
-    curve = {8: 1.25, 16: 1.54, 24: 1.75, 32: 2.0, 40: 2.27}
+    """The eight speed-ups; those of the curve, and its answers a second, are read off the figure."""
+    curve = {
+        8: (1.25, 4.90, 6.15),
+        16: (1.54, 2.30, 3.54),
+        24: (1.75, 1.58, 2.78),
+        32: (2.0, 1.27, 2.54),
+        40: (2.27, 1.09, 2.48),
+    }
     models = {"Distill-Qwen-1.5B": 1.58, "Qwen2.5-7B": 1.94, "Qwen3-8B": 1.75}
     return [
-        *(Published(curve_model, context, speedup, True) for context, speedup in curve.items()),
+        *(
+            Published(curve_model, context, speedup, True, ANSWERS / synchronous, ANSWERS / partial)
+            for context, (speedup, synchronous, partial) in curve.items()
+        ),
         *(Published(model, 16, speedup, False) for model, speedup in models.items()),
     ]
 
@@ -114,16 +127,15 @@ def scenario(
 ) -> Scenario:
     """CoPRIS's run, or the synchronous one it is compared with."""
     shape, gpu = MODELS[model], GPUS[assumptions.gpu]
-    attained = replace(assumptions.attained, step_s=assumptions.step_s)
     lengths = answer_lengths(assumptions, context_k)
     rule = protect = None
     if sparse_kv is not None:
         rule, protect = Lengths(sparse_kv.budget, sparse_kv.buffer), sparse_kv.protect_prompt
     tokens = pool_tokens(shape, gpu, memory_share=0.8)
     return Scenario(
-        speed=engine_speed(shape, gpu, attained),
+        speed=engine_speed(shape, gpu, assumptions.attained),
         pool=CachePool(tokens, BLOCK, assumptions.prompt + lengths.cap, rule, protect or 0),
-        learner=learner_speed(shape, gpu, attained, 16, assumptions.fixed_s),
+        learner=learner_speed(shape, gpu, assumptions.attained, 16, assumptions.fixed_s),
         lengths=lengths,
         engines=16,
         groups=64,
@@ -140,6 +152,7 @@ def answer_lengths(assumptions: Assumptions, context_k: int) -> AnswerLengths:
         f"lognormal:{assumptions.median},{assumptions.sigma}",
         cap=context_k * THOUSAND - PROMPT_LIMIT,
         samples=8,
+        seed=assumptions.seed,
     )
 
 
@@ -150,7 +163,7 @@ def simulate_point(
 
     def steps(partial: bool, sparse_kv: SparseKVSettings | None = None) -> list[StepRecord]:
         case = scenario(assumptions, point.model, point.context_k, partial=partial, sparse_kv=sparse_kv)
-        return Run(case).steps(STEPS, WARM_UP if partial else 0)
+        return Run(case).steps(*((PARTIAL_STEPS, WARM_UP) if partial else (SYNCHRONOUS_STEPS, 0)))
 
     def seconds(records: Sequence[StepRecord]) -> float:
         return fmean(record.seconds for record in records)
@@ -166,25 +179,53 @@ def simulate_point(
     )
 
 
-def fit(assumptions: Assumptions, tried: Callable[[Assumptions, float], None] | None = None) -> Assumptions:
-    """`FITTED` for the least mean square of the log ratios of simulated over published speed-ups, by pattern
-    search from the given ones; `tried` is told of every set and its root mean square.
-    """
+def reproduce(
+    assumptions: Assumptions,
+    sparse_kv: SparseKVSettings | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Point]:
+    """Every published point; a model and context that is published twice is simulated once."""
+    found: dict[tuple[str, int], Point] = {}
+    points = []
+    for point in published(assumptions.curve_model):
+        key = point.model, point.context_k
+        if key not in found:
+            found[key] = simulate_point(assumptions, point, sparse_kv)
+        points.append(replace(found[key], published=point))
+        progress()
+    return points
 
-    def loss(candidate: Assumptions) -> float:
-        points = [simulate_point(candidate, point) for point in published(candidate.curve_model)]
-        found = math.sqrt(fmean(math.log1p(point.error) ** 2 for point in points))
-        if tried is not None:
-            tried(candidate, found)
+
+def loss(points: Sequence[Point]) -> float:
+    """Mean square of the log ratios of simulated over published speed-ups, and of step times a little."""
+    speedups = fmean(math.log1p(point.error) ** 2 for point in points)
+    seconds = [
+        math.log(simulated / told) ** 2
+        for point in points
+        for simulated, told in (
+            (point.synchronous_s, point.published.synchronous_s),
+            (point.partial_s, point.published.partial_s),
+        )
+        if told is not None
+    ]
+    return speedups + SECONDS_WEIGHT * fmean(seconds)
+
+
+def fit(assumptions: Assumptions, tried: Callable[[Assumptions, float], None]) -> Assumptions:
+    """`FITTED` for the least `loss`, by pattern search from the given ones; `tried` is told of every set."""
+
+    def judge(candidate: Assumptions) -> float:
+        found = loss(reproduce(candidate))
+        tried(candidate, found)
         return found
 
-    best, least, factor = assumptions, loss(assumptions), 1.4
-    while factor > 1.05:
+    best, least, factor = assumptions, judge(assumptions), 1.35
+    while factor > 1.06:
         better = False
         for name in FITTED:
             for scale in (factor, 1 / factor):
-                candidate = dataclasses.replace(best, **{name: getattr(best, name) * scale})
-                if (found := loss(candidate)) < least:
+                candidate = replace(best, **{name: getattr(best, name) * scale})
+                if (found := judge(candidate)) < least:
                     best, least, better = candidate, found, True
                     break
         if not better:

@@ -68,8 +68,8 @@ class Attained:
     bandwidth: float = 0.7
     decode: float = 0.4
     prefill: float = 0.5
-    learn: float = 0.3
-    step_s: float = 3e-3
+    learn: float = 0.4
+    step_s: float = 2e-3
     request_s: float = 15e-6
 
 

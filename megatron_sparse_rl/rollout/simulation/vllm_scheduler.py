@@ -22,6 +22,7 @@ from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
 
 # Ids of made-up tokens: those of prompts and answers differ, so that blocks are shared as in a run.
 STOP, FIRST = 2, 10
+LOADED_SHARE = 0.1  # of the steps; fewer in which requests wait are only its beginning
 
 Progress = Callable[[int, int], None]  # (requests that ended, all requests)
 
@@ -31,8 +32,8 @@ class EngineReport:
     """What became of a case, in figures of the whole engine.
 
     `running`: mean number of requests in a step; `loaded_running` and `loaded_tokens_per_s` while requests
-    wait, so before the end of the work empties the engine; None when none ever waited. `recomputed_tokens`
-    after preemptions; `scheduling_s`: seconds that the simulation itself took.
+    wait, so before the end of the work empties the engine; None when that was less than a tenth of the
+    steps. `recomputed_tokens` after preemptions; `scheduling_s`: seconds that the simulation itself took.
     """
 
     name: str
@@ -108,7 +109,7 @@ class _Simulation:
 
     def _report(self, scheduling_s: float) -> EngineReport:
         sums, scale = self._sums, 1 / self._case.share
-        loaded = sums.loaded_steps > 0
+        loaded = sums.loaded_steps >= LOADED_SHARE * sums.steps
         return EngineReport(
             name=self._case.name,
             share=self._case.share,

@@ -17,6 +17,7 @@ from megatron_sparse_rl.rollout.simulation.answers import AnswerLengths
 from megatron_sparse_rl.rollout.simulation.speed import EngineSpeed, ModelShape
 from megatron_sparse_rl.rollout.vllm_compat import CPU_ENVIRONMENT, LOG_LEVEL, preserved_process, quiet_start
 
+FEWEST = 2.5
 VOCABULARY = 1 << 20  # the scheduler makes nothing of it
 
 
@@ -42,9 +43,14 @@ class EngineCase:
     share: float = 1.0
 
     def shared(self, request_steps: int) -> "EngineCase":
-        """With the largest share 1, 1/2, 1/4, ... that decodes at most `request_steps` tokens."""
-        share = 1.0
-        while self.requests * self.lengths.mean * share > request_steps:
+        """With the largest share 1, 1/2, 1/4, ... that decodes at most `request_steps` tokens, but with a
+        pool for `FEWEST` of the longest requests at least.
+        """
+        share, longest = 1.0, self.prompt + self.lengths.cap
+        while (
+            self.requests * self.lengths.mean * share > request_steps
+            and self.pool_tokens * share / 2 >= FEWEST * longest
+        ):
             share /= 2
         return replace(self, share=share)
 
