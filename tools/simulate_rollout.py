@@ -65,7 +65,7 @@ def engine(
     sigma: Annotated[float, typer.Option(help="of the lognormal answers")] = 0.8,
     requests: Annotated[int, typer.Option(min=1, help="answers to sample")] = 1024,
     most_running: Annotated[int, typer.Option(min=1, help="requests an engine runs at most")] = 1024,
-    request_steps: Annotated[int, typer.Option(help="tokens to decode at most, by scaling down")] = 1_000_000,
+    request_steps: Annotated[int, typer.Option(help="tokens to decode at most, by scaling down")] = 500_000,
     json_path: Json = None,
 ) -> None:
     """One engine under vLLM's own scheduler: dense caches against compacted ones."""

@@ -200,6 +200,18 @@ def test_a_full_dense_pool_preempts_the_last_and_computes_it_again() -> None:
     assert engine.clock == pytest.approx(engine.step + 0.01 * engine.counts.prefilled)
 
 
+def test_what_is_cancelled_can_go_on() -> None:
+    engine = EventEngine(EngineSpeed(fixed=1.0), CachePool(tokens=130, block=2, longest=200), 10)
+    for index in range(3):
+        engine.submit(Request(index, index, 20, 5 * index, 50))
+    engine.admit()
+    engine.advance(7)
+    cancelled = {request.key: (request.done, request.left) for request in engine.cancel()}
+    assert cancelled == {0: (7, 43), 1: (12, 43), 2: (17, 43)}
+    assert engine.in_flight == 0
+    assert len(run(engine, [Request(9, 9, 20, 0, 100)])) == 1
+
+
 def test_a_compacted_cache_holds_its_bound_from_the_start() -> None:
     pool = CachePool(tokens=100, block=2, longest=200, rule=Lengths(20, 10), protect=20)
     engine = EventEngine(EngineSpeed(fixed=1.0, kv_token=1.0), pool, 10)
