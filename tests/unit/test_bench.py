@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from megatron_sparse_rl.rollout.simulation.speed import EngineSpeed
+
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "bench"
 GIB = 2**30
 
@@ -136,6 +138,38 @@ def test_steps_are_read_without_evaluations(load, tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     expected = {"step": 0.0, "rollout": 1.0, "learn": 2.0, "sync": 3.0, "response_length": 7.0}
     assert bench.read_steps(path) == [expected]
+
+
+def test_partial_rollouts_are_predicted_from_the_synchronous_steps(load) -> None:
+    """An engine that is exactly as fast as the simulator thinks is predicted exactly."""
+    bench = load("partial_rollout")
+    speed = EngineSpeed(fixed=0.03, request=4e-3, prefill_token=1e-3)
+    sums = [
+        {
+            "steps": 5 + running,
+            "seconds": (5 + running) * speed.decode(running, 0) + 64 * (running % 3) * speed.prefill_token,
+            "requests": (5 + running) * running,
+            "cached": (5 + running) * running * 70.0 * (1 + running % 2),
+            "prefilled": 64 * (running % 3),
+        }
+        for running in range(1, 9)
+    ]
+    workload = load("partial_rollout_workload")
+    seconds = {
+        side: workload.predicted_seconds(bench.QUICK, speed, partial=side == "partial", warm_up=bench.WARM_UP)
+        for side in ("synchronous", "partial")
+    }
+    measured = {
+        "speedup_dense": seconds["synchronous"] / seconds["partial"],
+        "sides": {side: {"seconds_per_1000_tokens": value} for side, value in seconds.items()},
+    }
+    found = bench.prediction(bench.QUICK, sums, measured)
+    assert found["speedup_dense_predicted"] == pytest.approx(measured["speedup_dense"])
+    assert found["speedup_dense_predicted"] > 1.3
+    assert found["simulator_error"] == pytest.approx(0, abs=1e-6)
+    measured["sides"]["partial"]["seconds_per_1000_tokens"] *= 1.25
+    assert bench.prediction(bench.QUICK, sums, measured)["simulator_error"] == pytest.approx(0.2)
+    assert json.loads(json.dumps(found)) == found
 
 
 def test_one_step_is_refused(load, capsys: pytest.CaptureFixture[str]) -> None:
