@@ -72,11 +72,12 @@ class Side:
             self.learner.update(to_batch(request["groups"][:1]))
             packed = [len(m.tokens) for m in self.learner.micro_batches(self.batch)]
             return {"micro_batches": len(packed), "tokens_computed": sum(packed)}
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         batch = self.with_old_logprobs() if request.get("old_logprobs") else self.batch
         result = self.learner.update(batch)
         return {
             "seconds": time.perf_counter() - began,
+            "cpu_seconds": time.process_time() - worked,
             "loss": result.stats["loss"],
             "grad_norm": result.grad_norm,
             "imports_rss": IMPORTED,

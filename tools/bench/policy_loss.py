@@ -17,9 +17,7 @@ with a forward pass for old log-probs over that without, which one optimizer ste
 import argparse
 import contextlib
 import json
-import math
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,11 +28,11 @@ from typing import Any
 import learner
 from common import Child, ChildError, header, print_table, progress, write_json
 from one_pass import measure_one_pass
+from policy_loss_figures import figures
 
 HERE = Path(__file__).parent
 PRECISIONS = ("fp32", "bf16")
 MIB = 2**20
-GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # relative; beyond it the sides do not do the same work
 ENGINE_GAP = 0.1  # largest distance of sampler log-probs from the learner's
 
 
@@ -57,87 +55,6 @@ CASES = (("eager", "long"), ("liger", "short"), ("ours", "short"), ("ours", "lon
 def cut(tokens: int, sizes: Sizes) -> dict[str, list[int]]:
     """Lengths of the sequences of both cuts."""
     return {"short": [sizes.sequence] * (tokens // sizes.sequence), "long": [tokens]}
-
-
-# ---- figures from raw measurements ----
-
-
-def figures(measured: Sequence[dict[str, Any]], one_pass: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Times and ratios, the worst over precisions; raises SystemExit when two sides computed different
-    gradients.
-
-    `measured`: one a precision, with `rounds` by "side cut", each a list of the children's answers, and
-    `scaling`, a list of {tokens, rounds}. `one_pass`: one a workload, with seconds by pass.
-    """
-    precisions = {case["precision"]: _precision_figures(case) for case in measured}
-    names = {name for found in precisions.values() for name in found if "ratio" in name or "exponent" in name}
-    worst = {name: max(found[name] for found in precisions.values() if name in found) for name in names}
-    speedups = [{**case, "speedup": case["two_passes"] / case["one_pass"]} for case in one_pass]
-    if speedups:
-        worst["one_pass_speedup"] = min(case["speedup"] for case in speedups)
-    return {
-        **dict(sorted(worst.items())),
-        "precisions": precisions,
-        "one_pass": speedups,
-    }
-
-
-def _precision_figures(case: dict[str, Any]) -> dict[str, Any]:
-    sides = {name: _side_figures(rounds) for name, rounds in case["rounds"].items()}
-    _check_agreement(case["precision"], sides)
-    eager, short, long = sides["eager long"], sides["ours short"], sides["ours long"]
-    found = {
-        "time_ratio": short["seconds"] / eager["seconds"],
-        "time_ratio_long": long["seconds"] / eager["seconds"],
-        "cpu_time_ratio": short["cpu_seconds"] / eager["cpu_seconds"],
-        "cpu_time_ratio_long": long["cpu_seconds"] / eager["cpu_seconds"],
-        "memory_ratio": max(short["peak_extra"], long["peak_extra"]) / eager["peak_extra"],
-    }
-    if liger := sides.get("liger short"):
-        found |= {
-            "time_ratio_liger": short["seconds"] / liger["seconds"],
-            "memory_ratio_liger": short["peak_extra"] / liger["peak_extra"],
-        }
-    scaling = [{"tokens": s["tokens"], **_side_figures(s["rounds"])} for s in case["scaling"]]
-    return {
-        **found,
-        # 1: linear in tokens.
-        "time_exponent": _slope([(s["tokens"], s["seconds"]) for s in scaling]),
-        "memory_exponent": _slope([(s["tokens"], s["peak_extra"]) for s in scaling]),
-        "scaling": scaling,
-        "liger": case["liger"],
-        "sides": sides,
-        "rounds": case["rounds"],
-    }
-
-
-def _side_figures(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {
-        **{key: min(r[key] for r in rounds) for key in ("seconds", "cpu_seconds")},
-        "peak_extra": max(r["peak_extra"] for r in rounds),
-        "loss": rounds[0]["loss"],
-        "grad_norm": rounds[0]["grad_norm"],
-    }
-
-
-def _check_agreement(precision: str, sides: dict[str, dict[str, float]]) -> None:
-    norms = {name: side["grad_norm"] for name, side in sides.items()}
-    reference = norms["eager long"]
-    if any(abs(norm - reference) > GRAD_NORM_TOLERANCE[precision] * reference for norm in norms.values()):
-        raise SystemExit(
-            f"error: {precision}: gradient norms are {norms}; the sides do not compute the same gradient, so "
-            "their times cannot be compared"
-        )
-
-
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Least-squares slope of log y over log x."""
-    logs = [(math.log(x), math.log(y)) for x, y in points]
-    x_mean, y_mean = (statistics.mean(axis) for axis in zip(*logs, strict=True))
-    return sum((x - x_mean) * (y - y_mean) for x, y in logs) / sum((x - x_mean) ** 2 for x, _ in logs)
-
-
-# ---- measuring ----
 
 
 def measure(
