@@ -3,6 +3,7 @@
 #   PYTHON  the Python that the environment is made from (3.11 or 3.12)
 #   VENV    where the environment lives
 #   EXTRA   cpu, or cuda on a machine with NVIDIA GPUs
+#   JOBS    how many files of tests run at one time
 #   ARGS    more arguments for the program that the target runs, for example ARGS="steps=5"
 
 SHELL := /bin/bash
@@ -13,10 +14,12 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?= cpu
+JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
 LOG := $(VENV)/install.log
+PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(JOBS) --dist loadfile
 # The environment is as the packaging files say; when they, EXTRA or the folder change, it is brought up to date.
 STAMP := $(VENV)/.installed-$(shell { cat setup.py pyproject.toml; echo '$(EXTRA)' '$(CURDIR)'; } | sha256sum | cut -c1-16)
 CHECKOUT := $(if $(wildcard $(BIN)/python),,missing)
@@ -44,7 +47,7 @@ endef
 help: ## List the targets
 	@echo "Targets (each sets itself up; the first one takes about two minutes to install everything):"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRA=$(EXTRA) (cpu or cuda) ARGS=\"$(ARGS)\""
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRA=$(EXTRA) (cpu or cuda) JOBS=$(JOBS) ARGS=\"$(ARGS)\""
 
 env: $(STAMP) ## Make or update the environment
 	@:
@@ -58,10 +61,10 @@ lint: env ## Formatting, lint and types
 	$(BIN)/mypy
 
 test: lint ## Lint and every test that is not slow
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: lint ## Lint and every test
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 clean: ## Remove the environment and what tools leave behind; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .slurm

@@ -103,6 +103,7 @@ EXTRAS = {
     "cuda": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.9,<3"],
     "dev": [
         "pytest>=8.3,<10",
+        "pytest-xdist>=3.6,<4",
         "hypothesis>=6.120,<7",
         "ruff>=0.14,<0.16",
         "mypy>=1.18,<2",
