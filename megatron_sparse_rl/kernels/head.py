@@ -36,21 +36,28 @@ class OutputHead:
         """Of logits and of what is computed from them."""
         return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of the logits' gradient: the weight's, in half the room, where products of it are summed in float32
+        all the same."""
+        return self.weight.dtype if sums_in_float32(self.weight) else self.dtype
+
     def buffer(self, rows: int) -> Tensor:
         """Room for the logits of `rows` rows, at most `chunk_rows`."""
         return self.weight.new_empty(min(rows, self.chunk_rows), self.shard.rows, dtype=self.dtype)
 
     def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
-        """[rows, shard.rows] in the first rows of `buffer`."""
+        """[rows, shard.rows] in the first rows of `buffer`. The temperature is a factor of the product, which
+        costs nothing, except on the CPU in mixed precision."""
         weight, out = self._real(self.weight), buffer[: len(hidden)]
+        scale = 1 / self.temperature
         if hidden.dtype == out.dtype:
-            torch.mm(hidden, weight.t(), out=out)
-        elif hidden.is_cuda:
-            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-        else:
-            for part in self._slices():
-                out[:, part] = torch.mm(hidden, weight[part].t())
-        return out if self.temperature == 1.0 else out.div_(self.temperature)
+            return torch.addmm(out, hidden, weight.t(), beta=0, alpha=scale, out=out)
+        if sums_in_float32(hidden):
+            return torch.addmm(out, hidden, weight.t(), beta=0, alpha=scale, out_dtype=out.dtype, out=out)
+        for part in self._slices():
+            out[:, part] = torch.mm(hidden, weight[part].t())
+        return out if self.temperature == 1.0 else out.mul_(scale)
 
     def add_gradients(
         self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor, grad_weight: Tensor
@@ -61,6 +68,10 @@ class OutputHead:
         if grad_logits.dtype == hidden.dtype == grad_weight.dtype:
             torch.mm(grad_logits, weight, out=grad_hidden)
             grad_weight.addmm_(grad_logits.t(), hidden)
+            return
+        if grad_logits.dtype == hidden.dtype and sums_in_float32(hidden):
+            torch.mm(grad_logits, weight, out=grad_hidden)
+            torch.addmm(grad_weight, grad_logits.t(), hidden, out_dtype=grad_weight.dtype, out=grad_weight)
             return
         total = hidden.new_zeros(hidden.shape, dtype=self.dtype)
         for part in self._slices():
@@ -74,3 +85,8 @@ class OutputHead:
 
     def _slices(self) -> list[slice]:
         return chunks(self.shard.rows, VOCABULARY_SLICE)
+
+
+def sums_in_float32(factor: Tensor) -> bool:
+    """Whether a product with this matrix can be had in float32, as a GPU's matrix units sum it."""
+    return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16)

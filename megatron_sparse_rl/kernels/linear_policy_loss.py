@@ -189,5 +189,6 @@ class _Pass:
             grad_logprobs * scale,
             None if grad_entropy is None else grad_entropy * scale,
             self.head.shard,
+            self.head.gradient_dtype,
         )
         self.head.add_gradients(grad_logits, self.hidden[rows], self.grad_hidden[rows], self.grad_weight)
