@@ -18,7 +18,9 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 BYTES = {"bf16": 2, "fp32": 4}
 GIB = 1 << 30
 SPARSE_CPU_WORKER = "megatron_sparse_rl.rollout.sparse_kv.cpu_worker.SparseCPUWorker"
+SPARSE_CUDA_WORKER = "megatron_sparse_rl.rollout.sparse_kv.cuda_worker.SparseCUDAWorker"
 SPARSE_SCHEDULER = "megatron_sparse_rl.rollout.sparse_kv.scheduler.SparseScheduler"
+ASYNC_SPARSE_SCHEDULER = "megatron_sparse_rl.rollout.sparse_kv.scheduler.AsyncSparseScheduler"
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 
 
@@ -61,8 +63,8 @@ def engine_arguments(config: Config, model_path: str, *, cuda: bool) -> dict[str
         arguments |= {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * GIB), "worker_cls": CPU_WORKER}
     if rollout.sparse_kv.enabled:
         arguments |= {
-            "worker_cls": SPARSE_CPU_WORKER,
-            "scheduler_cls": SPARSE_SCHEDULER,
+            "worker_cls": SPARSE_CUDA_WORKER if cuda else SPARSE_CPU_WORKER,
+            "scheduler_cls": ASYNC_SPARSE_SCHEDULER if cuda else SPARSE_SCHEDULER,
             "additional_config": {"sparse_kv": dataclasses.asdict(rollout.sparse_kv)},
         }
     return arguments
@@ -99,11 +101,6 @@ def check_engine(config: Config, architecture: Architecture, *, world_size: int,
             "use a divisor or a multiple"
         )
     _check_length(config, architecture)
-    if cuda and config.rollout.sparse_kv.enabled:
-        raise SettingError(
-            f"rollout.sparse_kv.policy={config.rollout.sparse_kv.policy} runs on device=cpu only; use "
-            "rollout.sparse_kv.policy=none on CUDA"
-        )
     if not cuda:
         if architecture.head_dim not in CPU_HEAD_DIMS:
             raise SettingError(

@@ -147,6 +147,26 @@ def test_reading_equals_plain_indexing(kernel: ModuleType, shape: Shape) -> None
         assert torch.equal(integers(found[layer], kernel), wanted)
 
 
+def test_one_program_makes_all_moves_of_a_head(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run at the same time, which an interpreter does not show."""
+    shape = Shape("LBNHC", torch.bfloat16, 2, 3, 16, 32, 2, 100, 70, 3, 0)
+    rows = kernel.Rows.of(make_cache(shape, 2 * shape.blocks, torch.Generator()))
+    launches: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **constants: launches.append((grid, constants))
+
+    monkeypatch.setattr(kernel, "move_rows", Recorder())
+    slots = torch.zeros(2, 2, 3, 70, dtype=torch.int64)
+    for in_place in (True, False):
+        kernel.move(rows, rows, slots, slots, in_place=in_place)
+    (compacting, once), (reading, often) = launches
+    assert compacting == (2 * 3, 2, 2)
+    assert reading == (2 * 3 * 3, 2, 2)
+    assert [(c["SPLITS"], c["TILES"] * c["ROWS"] >= 70) for c in (once, often)] == [(1, True), (3, False)]
+
+
 def test_some_layers_only(kernel: ModuleType) -> None:
     shape = Shape("BLNHC", torch.bfloat16, 3, 2, 16, 32, 1, 20, 10, 3, 0)
     generator = torch.Generator().manual_seed(0)
@@ -210,7 +230,7 @@ def loses_no_row(lots: random.Random, candidates: int, tile: int, warps: int, *,
     return memory[: len(kept)] == kept
 
 
-def test_it_compiles_for_hopper_without_spills() -> None:
+def test_it_compiles_for_hopper() -> None:
     """Ahead of time: whole vectors are moved, and the barrier stands between reading and writing."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget

@@ -73,9 +73,13 @@ def test_memory_is_checked_for_what_will_run() -> None:
         check_engine(too_small, MODEL, world_size=1, cuda=False)
 
 
-def test_cuda_is_refused_with_the_remedy() -> None:
-    with pytest.raises(SettingError, match=r"sparse_kv.policy=snapkv runs on device=cpu only; use .*none"):
-        check_engine(config(RULE), MODEL, world_size=1, cuda=True)
+def test_a_gpu_gets_its_own_worker() -> None:
+    arguments = engine_arguments(config(RULE), "m", cuda=True)
+    assert arguments["worker_cls"].endswith("sparse_kv.cuda_worker.SparseCUDAWorker")
+    assert arguments["scheduler_cls"].endswith("sparse_kv.scheduler.AsyncSparseScheduler")
+    assert arguments["enforce_eager"] is False
+    assert "worker_cls" not in engine_arguments(config({}), "m", cuda=True)
+    check_engine(config(RULE), MODEL, world_size=1, cuda=True)
 
 
 def test_protection_travels_with_the_request() -> None:
