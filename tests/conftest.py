@@ -1,11 +1,15 @@
-"""Fixtures that several test folders share: tiny checkpoints, made once a session."""
+"""What several test folders share: tiny checkpoints, made once a session; no example has a time limit."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.checkpoints import Family, make_checkpoint
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

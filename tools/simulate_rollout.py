@@ -10,6 +10,7 @@ In: sizes, lengths of answers, speeds stated or fitted to benchmark results. Out
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +49,7 @@ Buffer = Annotated[int, typer.Option(min=1, help="tokens between two compactions
 Prompt = Annotated[int, typer.Option(min=1, help="tokens of every prompt; protected when compacted")]
 MemoryShare = Annotated[float, typer.Option(min=0.1, max=1.0, help="of the GPU, for the engine")]
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)  # a file has no width that would cut tables
 
 
 @app.command()

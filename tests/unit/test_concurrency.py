@@ -32,7 +32,7 @@ def test_few_requests_with_nearly_the_best_throughput(begin: int, half: float, f
     best = max(rate(n) for n in range(LEAST, MOST))
     values = settled(begin, rate)
     assert sum(rate(n) for n in values) / len(values) > 0.8 * best
-    assert max(values) <= 1.25 * full + 1
+    assert max(values) <= 1.25**2 * full + 2  # one step above the first level that is too high
 
 
 def test_noise_does_not_lead_it_away() -> None:
