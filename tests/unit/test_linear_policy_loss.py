@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron_sparse_rl.algorithms.settings import AlgorithmSettings, CorrectionSettings
+from megatron_sparse_rl.kernels import head as head_module
 from megatron_sparse_rl.kernels.head import OutputHead
 from megatron_sparse_rl.kernels.linear_policy_loss import LossInputs, Unit, linear_policy_loss, units
 from tests.unit.head_cases import whole_head
@@ -56,8 +57,11 @@ def test_equals_eager_for_any_settings_shapes_and_masks(
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_every_switch_in_every_precision(dtype: torch.dtype, name: str) -> None:
+def test_every_switch_in_every_precision(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str
+) -> None:
     """Against float64 arithmetic on the same rounded inputs, with one optimizer step a rollout and more."""
+    monkeypatch.setattr(head_module, "VOCABULARY_SLICE", 4)
     for old in (False, True):
         hidden, weight, inputs = steady_inputs(SWITCHES[name], dtype, old=old)
         expected = eager(hidden.double(), weight.double(), 13, inputs, 0.8)
