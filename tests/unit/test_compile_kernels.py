@@ -71,6 +71,15 @@ def test_a_narrowed_gradient_is_written_behind_the_barrier(compiled: list[Any]) 
     assert not [one.kernel for one in same if "bar.sync" in memory_steps(one.ptx)]
 
 
+def test_gradients_are_rounded_to_the_nearest_bf16(compiled: list[Any]) -> None:
+    """Which the interpreter does not do, so no other test can tell."""
+    for one in compiled:
+        if re.match(r"gradient_of_row_\w+_bf16", one.kernel):
+            to_bf16 = re.findall(r"cvt\.\S*bf16\S*\.f32", one.ptx)
+            assert to_bf16, one.kernel
+            assert all(step.startswith("cvt.rn.") for step in to_bf16), one.kernel
+
+
 def test_without_an_entropy_gradient_its_inputs_are_not_read(compiled: list[Any]) -> None:
     loads = {one.kernel: one.ptx.count("ld.global.b32") for one in compiled if one.target == "sm_90"}
     for kind in ("fp32_bf16", "fp32_fp32", "bf16_bf16"):
