@@ -55,6 +55,7 @@ def _precision_figures(case: dict[str, Any]) -> dict[str, Any]:
         **found,
         # 1: linear in tokens.
         "time_exponent": _slope([(s["tokens"], s["seconds"]) for s in scaling]),
+        "cpu_time_exponent": _slope([(s["tokens"], s["cpu_seconds"]) for s in scaling]),
         "memory_exponent": _slope([(s["tokens"], s["peak_extra"]) for s in scaling]),
         "scaling": scaling,
         "liger": case["liger"],
