@@ -7,8 +7,8 @@ float32 log-softmax, gather and autograd, which costs the same however the token
 ours is measured with 8 sequences of 256 tokens, which fit its chunks, and with one of 2,048, which does not.
 Memory is what is resident at most beyond weight, gradient buffers and hidden states.
 
-    python tools/bench/policy_loss.py --json loss.json            # a quarter of an hour on two cores
-    python tools/bench/policy_loss.py --json loss.json --quick    # under a minute: small sizes, random model
+    python tools/bench/policy_loss.py --json loss.json            # ten minutes on two cores
+    python tools/bench/policy_loss.py --json loss.json --quick    # a minute: small sizes, random model
 
 Also: time and memory over the number of tokens, and `one_pass_speedup`, the time of a whole learner step
 with a forward pass for old log-probs over that without, which one optimizer step a rollout does not need.
