@@ -1,8 +1,10 @@
 """Ranks of tests/distributed/test_policy_loss.py: the fused loss over a vocabulary in 2 and 4 shards.
 
 Every rank compares loss, gradients and statistics with the definition in float64. Prints
-`ok <shards> <dtype>` lines.
+`ok <shards> <dtype>` lines. Arguments: names of `SWITCHES`; none: all.
 """
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -46,7 +48,7 @@ def run(
 
 
 def check(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype) -> None:
-    for algorithm in SWITCHES.values():
+    for algorithm in [SWITCHES[name] for name in sys.argv[1:] or SWITCHES]:
         for old in (False, True) if dtype == torch.float64 else (True,):
             given = steady_inputs(algorithm, dtype, old=old, vocab=vocab, temperature=TEMPERATURE)
             hidden, weight, inputs = given
