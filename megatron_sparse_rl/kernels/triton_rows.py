@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # logits that a program holds at one time
-SPLIT = (
-    32768  # logits of a row that one program reads; more of them than multiprocessors keep all of them busy
-)
+# Logits of a row that one program reads: few enough that there are more programs than multiprocessors.
+SPLIT = 32768
 WARPS = 8
 LOWEST = tl.constexpr(-1e38)  # below every logit, and finite: its difference from a logit is, too
 

@@ -75,6 +75,12 @@ class Request:
         """Answer tokens at a step, while it runs."""
         return self.done + step - self.admitted
 
+    def stop(self, step: int) -> None:
+        """It does not run any more: what it has sampled is done."""
+        done = self.at(step)
+        self.left -= done - self.done
+        self.done = done
+
 
 @dataclass
 class Counts:
@@ -183,9 +189,7 @@ class EventEngine:
     def cancel(self) -> list[Request]:
         """Take everything back: `done` and `left` as they stand."""
         for request in self._running.values():
-            done = request.at(self.step)
-            request.left -= done - request.done
-            request.done = done
+            request.stop(self.step)
         cancelled = [*self._running.values(), *self._waiting]
         for held in (self._running, self._waiting, self._ends, self._bounds, self._groups):
             held.clear()
@@ -218,12 +222,10 @@ class EventEngine:
         preempted = False
         while self.pool.rule is None and self._held + len(self._running) > self.pool.tokens:
             request = self._leave(next(reversed(self._running)))
-            done = request.at(self.step)
-            request.left -= done - request.done
-            request.done = done
+            request.stop(self.step)
             self._waiting.appendleft(request)
             self.counts.preemptions += 1
-            self.counts.recomputed += request.prompt + done
+            self.counts.recomputed += request.prompt + request.done
             preempted = True
         return preempted
 

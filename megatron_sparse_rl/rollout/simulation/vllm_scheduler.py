@@ -86,6 +86,7 @@ class _Simulation:
         self._case = case
         spec, scheduler = spec_and_scheduler(case)
         self._rule: Lengths | None = getattr(spec, "lengths", None)
+        self._protected = min(case.prompt, case.sparse_kv.protect_prompt) if case.sparse_kv else 0
         self._count = math.ceil(case.requests * case.share)
         self._scheduler = scheduler(
             vllm_config=config,
@@ -139,9 +140,8 @@ class _Simulation:
         init_none_hash(sha256)
         hasher = get_request_block_hasher(self._case.block, sha256)
         extra = salt = None
-        if self._case.sparse_kv is not None:
-            protected = min(self._case.prompt, self._case.sparse_kv.protect_prompt)
-            extra, salt = protection(protected), sharing_salt(protected)
+        if self._rule is not None:
+            extra, salt = protection(self._protected), sharing_salt(self._protected)
         samples = self._case.lengths.samples
         for index in range(self._count):
             group, sample = divmod(index, samples)
@@ -199,9 +199,7 @@ class _Simulation:
     def _cached(self, request: Any) -> int:
         if self._rule is None:
             return int(request.num_computed_tokens)
-        assert self._case.sparse_kv is not None
-        protected = min(self._case.prompt, self._case.sparse_kv.protect_prompt)
-        return self._rule.physical(request.num_computed_tokens, protected)
+        return self._rule.physical(request.num_computed_tokens, self._protected)
 
     def _sample(self, output: Any) -> int:
         """Give the scheduler the tokens it waits for; how many these are."""

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from megatron_sparse_rl.rollout.sparse_kv.metadata import Placement, place_tokens, ring_places
+from megatron_sparse_rl.rollout.sparse_kv.metadata import Placement, place_batch, ring_places
 from megatron_sparse_rl.rollout.sparse_kv.request_table import RequestTable
 from megatron_sparse_rl.rollout.sparse_kv.spec import SparseAttentionSpec
 
@@ -65,19 +65,7 @@ class SparseCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if requests is None:
             return super().build(common_prefix_len, common, fast_build)
         protected, slots = requests.rows(common.num_reqs, common.req_idx).unbind(1)
-        tokens = int(common.query_start_loc_cpu[-1])
-        placement = place_tokens(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            protected,
-            requests.lengths,
-            tokens=tokens,
-            block_size=self.block_size,
-        )
-        # In place: the forward pass writes keys and values by this very tensor
-        # (v1/worker/gpu_model_runner.py, _get_slot_mappings).
-        common.slot_mapping[:tokens].copy_(placement.slots)
+        placement = place_batch(common, protected, requests.lengths, self.block_size)
         lengths = placement.lengths.to(common.seq_lens.dtype)
         metadata = super().build(
             common_prefix_len,

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder
 
 from megatron_sparse_rl.rollout.sparse_kv.devices import to_device
-from megatron_sparse_rl.rollout.sparse_kv.metadata import physical_lengths, place_tokens, ring_places
+from megatron_sparse_rl.rollout.sparse_kv.metadata import physical_lengths, place_batch, ring_places
 from megatron_sparse_rl.rollout.sparse_kv.request_table import RequestTable
 from megatron_sparse_rl.rollout.sparse_kv.spec import SparseAttentionSpec
 from megatron_sparse_rl.rollout.sparse_kv.vllm_compat import query_scale
@@ -85,25 +85,13 @@ class PhysicalMetadata(AttentionMetadataBuilder):
         rule = impl.requests.lengths
         rows = impl.requests.rows(common.num_reqs, common.req_idx)
         protected, slots = to_device(rows, self.device).unbind(1)
-        tokens = int(common.query_start_loc_cpu[-1])
-        placement = place_tokens(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            protected,
-            rule,
-            tokens=tokens,
-            block_size=self.kv_cache_spec.block_size,
-        )
-        # In place: the forward pass writes keys and values by this very tensor (v1/worker/
-        # gpu_model_runner.py, _get_slot_mappings; v1/worker/gpu/attn_utils.py, build_slot_mappings_by_layer).
-        common.slot_mapping[:tokens].copy_(placement.slots)
+        placement = place_batch(common, protected, rule, self.kv_cache_spec.block_size)
         lengths.copy_(placement.lengths)
         if impl.ring is not None:
             window = impl.ring.shape[1]
             places = ring_places(placement, protected, rule, window)
             kept = slots[placement.owners] * window + places
-            self.ring_rows[:tokens] = torch.where(places >= 0, kept, 0)
+            self.ring_rows[: len(places)] = torch.where(places >= 0, kept, 0)
         # Exact, since there is no speculative decoding; FlashInfer plans by it.
         counts = common.query_start_loc_cpu[1:] - common.query_start_loc_cpu[:-1]
         before = common.seq_lens_cpu_upper_bound - counts

@@ -71,7 +71,7 @@ class SparseAttentionManager(FullAttentionManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *rest: Any, **named: Any) -> None:
         """Let other requests share the blocks of protected tokens, and no others: those are compacted."""
-        super().cache_blocks(request, min(num_tokens, self._protected(request)), *rest, **named)
+        super().cache_blocks(request, min(num_tokens, self.protected(request)), *rest, **named)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         """None, so that attention reads every request's blocks by its own table."""
@@ -82,13 +82,14 @@ class SparseAttentionManager(FullAttentionManager):
         if self.kv_cache_spec.reserve:
             return self.bound(request)
         computed = request.num_computed_tokens
-        held = self.kv_cache_spec.lengths.physical(computed, self._protected(request))
+        held = self.kv_cache_spec.lengths.physical(computed, self.protected(request))
         return self.kv_cache_spec.blocks(held + max(0, num_tokens - computed))
 
     def _blocks_at_peak(self, request: Any, tokens: int) -> int:
-        return self.kv_cache_spec.blocks(self.kv_cache_spec.lengths.peak(tokens, self._protected(request)))
+        return self.kv_cache_spec.blocks(self.kv_cache_spec.lengths.peak(tokens, self.protected(request)))
 
-    def _protected(self, request: Any) -> int:
+    def protected(self, request: Any) -> int:
+        """Tokens of the request that are never evicted."""
         return protected_tokens(
             request.sampling_params, request.num_prompt_tokens, self.kv_cache_spec.protect_prompt
         )

@@ -6,6 +6,7 @@ the device.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,25 @@ class Placement:
     owners: Tensor
     positions: Tensor
     slots: Tensor
+
+
+def place_batch(common: Any, protected: Tensor, rule: Lengths, block_size: int) -> Placement:
+    """`place_tokens` of vLLM's common metadata, whose `slot_mapping` is overwritten: the forward pass writes
+    keys and values by that very tensor (v1/worker/gpu_model_runner.py, _get_slot_mappings; v1/worker/gpu/
+    attn_utils.py, build_slot_mappings_by_layer).
+    """
+    tokens = int(common.query_start_loc_cpu[-1])
+    placement = place_tokens(
+        common.query_start_loc,
+        common.seq_lens,
+        common.block_table_tensor,
+        protected,
+        rule,
+        tokens=tokens,
+        block_size=block_size,
+    )
+    common.slot_mapping[:tokens].copy_(placement.slots)
+    return placement
 
 
 def place_tokens(

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from megatron_sparse_rl.rollout.sparse_kv.manager import SparseAttentionManager
-from megatron_sparse_rl.rollout.sparse_kv.requests import protected_tokens, sharing_salt
+from megatron_sparse_rl.rollout.sparse_kv.requests import sharing_salt
 from megatron_sparse_rl.rollout.sparse_kv.vllm_compat import ClippedChunks
 
 
@@ -40,7 +40,7 @@ class SparseScheduler(ClippedChunks, Scheduler):
                 f"{self.block_manager.block_size} tokens, but the pool has {pool}; raise "
                 "rollout.kv_cache_gib, or protect less of it"
             )
-        protected = self._protected(request)
+        protected = self.block_manager.protected(request)
         if self.kv_cache_manager.enable_caching and request.cache_salt != sharing_salt(protected):
             raise ValueError(
                 f"request {request.request_id} has {protected} protected tokens, and cache_salt="
@@ -51,11 +51,7 @@ class SparseScheduler(ClippedChunks, Scheduler):
     def chunk_limit(self, request: Any, computed: int) -> int:
         """Tokens that the request may compute in one step, `computed` being done."""
         lengths = self.block_manager.kv_cache_spec.lengths
-        return lengths.next_compaction(computed, self._protected(request)) - computed
-
-    def _protected(self, request: Any) -> int:
-        limit = self.block_manager.kv_cache_spec.protect_prompt
-        return protected_tokens(request.sampling_params, request.num_prompt_tokens, limit)
+        return lengths.next_compaction(computed, self.block_manager.protected(request)) - computed
 
 
 class AsyncSparseScheduler(SparseScheduler, AsyncScheduler):
