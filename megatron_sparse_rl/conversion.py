@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from megatron_sparse_rl.conversion_source import Source, find_source
+from megatron_sparse_rl.learner.model import DTYPES, Precision
 from megatron_sparse_rl.learner.model_weights import (
-    Precision,
     read_weights,
     stored_precision,
     whole_layout,
@@ -31,14 +29,12 @@ from megatron_sparse_rl.weights.export import export_huggingface
 
 logger = logging.getLogger(__name__)
 
-DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Choice = Literal["auto", "bf16", "fp32"]
 RELEASE = "release"
 NEWEST = "latest_checkpointed_iteration.txt"  # where Megatron-LM looks for what to load
 
 
-def convert(
-    source: Path, target: Path, *, model: str = "", precision: Literal["auto", "bf16", "fp32"] = "auto"
-) -> str:
+def convert(source: Path, target: Path, *, model: str = "", precision: Choice = "auto") -> str:
     """Write `target` from `source` and say in a sentence what was done.
 
     A run's `output_dir` (its newest intact checkpoint), one of its step folders, or another Megatron
@@ -55,7 +51,7 @@ def convert(
         return _to_huggingface(found, found.checkpoint, target, precision)
 
 
-def _to_huggingface(source: Source, checkpoint: Path, target: Path, precision: str) -> str:
+def _to_huggingface(source: Source, checkpoint: Path, target: Path, precision: Choice) -> str:
     stored = stored_precision(checkpoint)
     written = _chosen(precision, stored)
     logger.info("reading %s", checkpoint)
@@ -79,7 +75,7 @@ def _to_huggingface(source: Source, checkpoint: Path, target: Path, precision: s
     return f"{source.title} written to {target} as a Hugging Face model in {written}"
 
 
-def _to_megatron(source: Source, target: Path, precision: str) -> str:
+def _to_megatron(source: Source, target: Path, precision: Choice) -> str:
     written = _chosen(precision, source.precision)
     with _complete_or_absent(target) as folder, whole_model(source.arch, written) as model:
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -92,10 +88,8 @@ def _to_megatron(source: Source, target: Path, precision: str) -> str:
     return f"{source.title} written to {target} as a Megatron checkpoint in {written}"
 
 
-def _chosen(precision: str, source: Precision) -> Precision:
-    if precision == "auto":
-        return source
-    return "bf16" if precision == "bf16" else "fp32"
+def _chosen(precision: Choice, source: Precision) -> Precision:
+    return source if precision == "auto" else precision
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import yaml
 from megatron_sparse_rl.learner.checkpoint_folder import LEARNER, TRAINER, checkpoint_root
 from megatron_sparse_rl.learner.checkpoints import newest_intact
 from megatron_sparse_rl.learner.manifest import damage
-from megatron_sparse_rl.learner.model_weights import Precision
+from megatron_sparse_rl.learner.model import Precision
 from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.weights.architecture import Architecture, read_architecture
 from megatron_sparse_rl.weights.default_model import NAME, resolve_model

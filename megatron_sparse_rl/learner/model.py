@@ -42,7 +42,8 @@ from megatron_sparse_rl.settings import SettingError
 from megatron_sparse_rl.weights.architecture import Architecture
 
 Layers = Literal["local", "transformer_engine"]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Precision = Literal["bf16", "fp32"]
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def choose_layers(settings: LearnerSettings, device: torch.device) -> Layers:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from megatron_sparse_rl.learner.megatron_compat import CPU, megatron_device
-from megatron_sparse_rl.learner.model import HeadSettings, PolicyModel, build_model
+from megatron_sparse_rl.learner.model import DTYPES, HeadSettings, PolicyModel, Precision, build_model
 from megatron_sparse_rl.learner.parallel import initialise_model_parallel
 from megatron_sparse_rl.learner.settings import LearnerSettings, ParallelSettings
 from megatron_sparse_rl.settings import SettingError
@@ -26,8 +26,7 @@ from megatron_sparse_rl.weights.architecture import Architecture
 from megatron_sparse_rl.weights.boxes import Layout
 from megatron_sparse_rl.weights.layouts import learner_layouts
 
-Precision = Literal["bf16", "fp32"]
-PRECISIONS: dict[torch.dtype | None, Precision] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+PRECISIONS: dict[torch.dtype | None, Precision] = {dtype: name for name, dtype in DTYPES.items()}
 EMBEDDING = "embedding.word_embeddings.weight"
 # Megatron-LM takes a checkpoint without a version for one that is older than today's order of query groups.
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
