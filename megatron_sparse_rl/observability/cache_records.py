@@ -4,8 +4,6 @@ In: per step one plain record for each request and, for one request, how many KV
 each position. Out: `<output_dir>/sparse_kv/step_000012.json` and `.png`.
 """
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from megatron_sparse_rl.observability.step_records import keep_last, write_records
 
 
 class CacheRecords:
@@ -28,16 +28,10 @@ class CacheRecords:
         """Record a step; `heads` int [layers, positions] of at most `kv_heads`, None: no picture."""
         if not self._keep:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step_{step:06d}.json"
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps(list(requests)), encoding="utf-8")
-        os.replace(beside, path)
+        path = write_records(self._folder, step, requests)
         if heads is not None:
             draw_retained(heads, kv_heads, path.with_suffix(".png"))
-        for old in sorted(self._folder.glob("step_*.json"))[: -self._keep]:
-            old.unlink()
-            old.with_suffix(".png").unlink(missing_ok=True)
+        keep_last(self._folder, self._keep)
 
 
 def draw_retained(heads: np.ndarray, kv_heads: int, png_path: Path) -> None:

@@ -5,7 +5,6 @@ for the last steps, and a PNG with one lane for each request slot of an engine.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+
+from megatron_sparse_rl.observability.step_records import keep_last, write_records
 
 Request = dict[str, Any]
 
@@ -37,13 +38,8 @@ class Timeline:
         """
         if not self._keep or not requests:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step_{step:06d}.json"
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps(list(requests)), encoding="utf-8")
-        os.replace(beside, path)
-        for old in sorted(self._folder.glob("step_*.json"))[: -self._keep]:
-            old.unlink()
+        write_records(self._folder, step, requests)
+        keep_last(self._folder, self._keep)
 
 
 def read_timeline(output_dir: Path) -> dict[int, list[Request]]:
