@@ -1,10 +1,8 @@
 """tools/compile_kernels.py: all Triton kernels compile for each GPU generation; row kernels spill nothing."""
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,20 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.tool_scripts import tool_modules
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
     pytest.importorskip("triton")
-    spec = importlib.util.spec_from_file_location("compile_kernels", ROOT / "tools" / "compile_kernels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compile_kernels"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["compile_kernels"]
+    with tool_modules() as load:
+        yield load("compile_kernels")
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,22 @@
 """The generated page of settings: complete, and up to date with the declarations."""
 
-import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from megatron_sparse_rl.config import Config, leaves
+from tests.tool_scripts import tool_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "tools" / "generate_config_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def generator() -> Iterator[ModuleType]:
+    with tool_modules() as load:
+        yield load("generate_config_docs")
 
 
 def run(generator: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -1,6 +1,5 @@
 """The experiment on the correction: its problems have one answer, its runs are valid, its table is right."""
 
-import importlib
 import json
 import random
 import sys
@@ -13,18 +12,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from megatron_sparse_rl.config import from_tree
-
-FOLDER = Path(__file__).resolve().parents[2] / "tools" / "experiments"
+from tests.tool_scripts import TOOLS, tool_modules
 
 
 @pytest.fixture(scope="module")
 def experiment():
-    """The experiment as its own script imports it: siblings are top-level modules."""
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module("correction")
-    sys.path.remove(str(FOLDER))
-    for name in ("correction", "chains"):
-        sys.modules.pop(name, None)
+    with tool_modules(TOOLS / "experiments") as load:
+        yield load("correction")
 
 
 @given(seed=st.integers(0, 10**6))
@@ -77,11 +71,12 @@ def test_figures_are_means_of_what_the_runs_recorded(experiment: ModuleType, tmp
         for seed in (0, 1):
             folder = experiment.run_folder(tmp_path, name, seed)
             folder.mkdir(parents=True)
-            records = [{"step": 0, "evaluation/pass_at_1": 0.1}]
+            records = [{"kind": "evaluation", "step": 0, "evaluation/pass_at_1": 0.1}]
             for step in range(1, 21):
-                records.append({"step": step, "reward/mean": step / 20 + seed, "time/step_s": 2.0})
+                records.append({"kind": "step", "step": step, "reward/mean": step / 20 + seed})
+                records[-1] |= {"time/step_s": 2.0}
                 records[-1] |= {"policy/sampler_kl": 0.5, "correction/sequence_veto_fraction": 0.25}
-            records.append({"step": 20, "evaluation/pass_at_1": 0.4 + 0.2 * seed})
+            records.append({"kind": "evaluation", "step": 20, "evaluation/pass_at_1": 0.4 + 0.2 * seed})
             (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     found = experiment.figures(tmp_path, 2)
     first, second = found["dense"]

@@ -1,6 +1,6 @@
 """tools/gpu_checks.py: what it says without a GPU; its checks pass on the CPU and can fail; its table."""
 
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+from tests.tool_scripts import TOOLS, tool_modules
+
 SCRIPT = TOOLS / "gpu_checks.py"
 LIMIT_S = 240
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a module as the script does."""
-    monkeypatch.syspath_prepend(str(TOOLS))
-    yield importlib.import_module
-    for name in [name for name in sys.modules if name.split(".")[0] in ("gpu_parts", "gpu_checks")]:
-        del sys.modules[name]
+def load() -> Iterator[Callable[[str], ModuleType]]:
+    with tool_modules() as imported:
+        yield imported
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

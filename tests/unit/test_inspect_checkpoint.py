@@ -1,7 +1,7 @@
 """tools/inspect_checkpoint.py: what it says of intact, damaged and missing checkpoints."""
 
-import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +9,7 @@ import pytest
 
 from megatron_sparse_rl.learner.manifest import write_manifest
 from megatron_sparse_rl.learner.parallel import single_process
+from tests.tool_scripts import tool_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = {
@@ -19,13 +20,9 @@ RECORD = {
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("inspect_tool", ROOT / "tools" / "inspect_checkpoint.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool() -> Iterator[ModuleType]:
+    with tool_modules() as load:
+        yield load("inspect_checkpoint")
 
 
 @pytest.fixture

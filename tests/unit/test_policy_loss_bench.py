@@ -1,9 +1,6 @@
 """The benchmark of the policy loss: ratios from raw rounds, sides that do the same work, and a real peak."""
 
-import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,20 +8,16 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "tools" / "bench"
+from tests.tool_scripts import BENCHMARKS, quick_result, tool_modules
+
 MIB = 2**20
 SIZES = {"tokens": 24, "hidden": 16, "vocab": 300, "chunk": 8, "sequence": 4}
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a benchmark as its own script does: siblings are top-level modules."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module
-    for name in [
-        n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))
-    ]:
-        del sys.modules[name]
+def load() -> Iterator[Callable[[str], ModuleType]]:
+    with tool_modules(BENCHMARKS) as imported:
+        yield imported
 
 
 def rounds(*seconds: float, peak: float = 10, norm: float = 2.0) -> list[dict[str, float]]:
@@ -123,10 +116,7 @@ def test_the_peak_is_what_was_resident(load: Callable[[str], ModuleType]) -> Non
 
 @pytest.mark.slow
 def test_quick_policy_loss_benchmark_runs(tmp_path: Path) -> None:
-    path = tmp_path / "policy_loss.json"
-    command = [sys.executable, str(FOLDER / "policy_loss.py"), "--quick", "--json", str(path)]
-    subprocess.run(command, check=True, timeout=300)
-    found = json.loads(path.read_text())
+    found = quick_result("policy_loss", tmp_path / "policy_loss.json")
     assert found["benchmark"] == "policy_loss"
     assert found["quick"] is True
     assert set(found["precisions"]) == {"fp32", "bf16"}

@@ -1,6 +1,5 @@
 """Speeds, lengths and fits of the simulator, its command, and what it predicts."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -35,16 +34,15 @@ from megatron_sparse_rl.rollout.simulation.speed import (
 )
 from megatron_sparse_rl.rollout.simulation.stage import Scenario
 from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
+from tests.tool_scripts import tool_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("simulate_rollout", ROOT / "tools/simulate_rollout.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with tool_modules() as load:
+        yield load("simulate_rollout")
 
 
 # ---- speeds ----

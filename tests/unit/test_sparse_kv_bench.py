@@ -1,26 +1,18 @@
 """The benchmark of compacted caches: ratios from raw rounds, and pools of the size that is claimed."""
 
-import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "tools" / "bench"
+from tests.tool_scripts import BENCHMARKS, quick_result, tool_modules
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch):
-    """The benchmark as its own script imports it: siblings are top-level modules."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module("sparse_kv")
-    for name in [
-        n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))
-    ]:
-        del sys.modules[name]
+def bench():
+    with tool_modules(BENCHMARKS) as load:
+        yield load("sparse_kv")
 
 
 def side(tokens_per_s: float, running: float = 8.0, blocks: float = 6.0) -> dict[str, float]:
@@ -60,10 +52,7 @@ def test_scaling_compares_every_length_with_the_one_compacted_figure(bench: Modu
 
 @pytest.mark.slow
 def test_quick_benchmark_runs(tmp_path: Path) -> None:
-    path = tmp_path / "sparse_kv.json"
-    command = [sys.executable, str(FOLDER / "sparse_kv.py"), "--quick", "--json", str(path)]
-    subprocess.run(command, check=True, timeout=300)
-    found = json.loads(path.read_text())
+    found = quick_result("sparse_kv", tmp_path / "sparse_kv.json")
     assert found["preemptions"] == 0
     assert found["peak_blocks_per_request"] == found["bound_blocks"] == 2
     assert found["running_ratio"] > 1.5
