@@ -26,8 +26,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from megatron_sparse_rl.observability.metrics import PASS_AT_1
+from megatron_sparse_rl.observability.run_record import read_run
+
 console = Console(stderr=True)
-PASS, REWARD, VETO = "evaluation/pass_at_1", "reward/mean", "correction/sequence_veto_fraction"
+REWARD, VETO = "reward/mean", "correction/sequence_veto_fraction"
 LAST = 10  # steps at a run's end that a figure is the mean of
 SMOOTHED = 5  # steps that a point of a picture is the mean of, where there is one for every step
 PARTIAL = {"enabled": True, "concurrency": 128, "max_staleness": 4}
@@ -116,9 +119,8 @@ def summary(output: Path) -> dict[str, Any]:
 
 def curve(output: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of a metric."""
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [(r["step"], r[metric]) for r in map(json.loads, lines) if metric in r]
-    return np.array([s for s, _ in found]), np.array([v for _, v in found], dtype=float)
+    steps, values = read_run(output / "metrics.jsonl").series(metric, evaluation=metric == PASS_AT_1)
+    return np.array(steps), np.array(values)
 
 
 def figures(folder: Path, seeds: int) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def figures(folder: Path, seeds: int) -> dict[str, Any]:
         runs = []
         for seed in range(seeds):
             output = run_folder(folder, name, seed)
-            held_out = curve(output, PASS)[1]
+            held_out = curve(output, PASS_AT_1)[1]
             runs.append(
                 {
                     "pass_at_1_before": held_out[0],
@@ -178,11 +180,15 @@ def draw(folder: Path, seeds: int, path: Path) -> None:
     """Held-out accuracy, reward in rollouts and veto rate over the steps: thin lines a seed, thick means."""
     figure = Figure(figsize=(13, 4), dpi=75, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = ((PASS, "held-out pass@1, whole cache"), (REWARD, "reward in rollouts"), (VETO, "veto rate"))
+    panels = (
+        (PASS_AT_1, "held-out pass@1, whole cache"),
+        (REWARD, "reward in rollouts"),
+        (VETO, "veto rate"),
+    )
     for axes, (metric, title) in zip(figure.subplots(1, 3), panels, strict=True):
         for name, variant in VARIANTS.items():
             curves = [curve(run_folder(folder, name, s), metric) for s in range(seeds)]
-            _draw_variant(axes, [_smoothed(*c) if metric != PASS else c for c in curves], variant)
+            _draw_variant(axes, [_smoothed(*c) if metric != PASS_AT_1 else c for c in curves], variant)
         axes.set_title(title, loc="left")
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
