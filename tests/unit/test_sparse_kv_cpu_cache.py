@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_sparse_rl.rollout.sparse_kv.cpu_cache import CPUCacheLayout
+from megatron_sparse_rl.rollout.sparse_kv.layout import Batch
 
 BLOCKS, HEADS, SIZE, WIDTH = 6, 2, 8, 320  # a head wider than the integers that bfloat16 has
 
@@ -55,6 +56,37 @@ def test_what_is_written_is_read(keys: str, values: str, dtype: torch.dtype) -> 
     assert torch.equal(layout.read_keys(layer.kv_cache, blocks), written[0])
     assert torch.equal(layout.read_values(layer.kv_cache, blocks), written[1])
     assert not layer.kv_cache[[0, 3]].any()
+
+
+@pytest.mark.parametrize("keys", PLACES)
+def test_layers_are_compacted_at_once_as_one_by_one(keys: str) -> None:
+    """Each layer and head has a choice of its own; what lies outside the candidates is not touched."""
+    generator = torch.Generator().manual_seed(1)
+    together, alone = ([make_layer(keys, "plain", torch.float32) for _ in range(3)] for _ in range(2))
+    blocks, candidates = torch.tensor([[4, 1], [2, 5]]), torch.tensor([[3], [1]]) + torch.arange(10)
+    slots = blocks.gather(1, candidates // SIZE) * SIZE + candidates % SIZE
+    batch = Batch(blocks, candidates, slots, torch.zeros(2), torch.zeros(2), None)
+    whole = (blocks[..., None] * SIZE + torch.arange(SIZE)).flatten(1)
+    written = []
+    for pair in zip(together, alone, strict=True):
+        rows = [torch.randn(2, HEADS, 2 * SIZE, WIDTH, generator=generator) for _ in range(2)]
+        written.append(rows)
+        for layer in pair:
+            CPUCacheLayout([layer]).write(layer, *rows, whole)
+    lots = torch.rand(6, HEADS, 10, generator=generator)
+    chosen = lots.topk(6).indices.sort(-1).values
+    layout = CPUCacheLayout(together)
+    layout.retain(slice(0, 3), batch, layout.keys(slice(0, 3), batch), chosen)
+    for number, (layer, its_chosen) in enumerate(zip(alone, chosen.chunk(3), strict=True)):
+        single = CPUCacheLayout([layer])
+        single.retain(slice(0, 1), batch, single.keys(slice(0, 1), batch), its_chosen)
+        assert torch.equal(layer.kv_cache, together[number].kv_cache)
+        before, after = written[number][0], single.read_keys(layer.kv_cache, blocks)
+        for request, first in enumerate((3, 1)):
+            for head in range(HEADS):
+                expected = before[request, head, first + its_chosen[request, head]]
+                assert torch.equal(after[request, head, first : first + 6], expected)
+        assert torch.equal(after[0, :, :3], before[0, :, :3])
 
 
 def test_a_lossy_cache_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Reading keys and values out of the blocks of vLLM's CPU cache, and writing them back.
 
-In: a layer and block ids. Out: keys and values as [requests, kv_heads, tokens, head_dim]. How a block stores
+In: layers and block ids. Out: keys and values as [layers * requests, kv_heads, tokens, head_dim]. How a block stores
 keys depends on the instruction set (v1/attention/backends/cpu_attn.py, _get_attn_isa): the layout is found by
 writing known numbers through vLLM's own writer, which also writes what is retained.
 """
@@ -19,13 +19,12 @@ DIGIT = 64  # up to 255 every integer is exact in bfloat16
 class CPUCacheLayout:
     """How caches [blocks, kv_heads, block_size, 2 * head_dim] are stored; all `layers` store alike."""
 
-    batch_tokens = 16384
-    layers_at_once = 1
+    batch_tokens = 8192
     device = torch.device("cpu")
 
     def __init__(self, layers: Sequence[Any]) -> None:
         cache = layers[0].kv_cache
-        self.layers = len(layers)
+        self.layers = self.layers_at_once = len(layers)
         self.kv_heads, self.block_size, self.head_dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
         self._layers = layers
         keys, values = self._probe(layers[0])
@@ -33,17 +32,24 @@ class CPUCacheLayout:
         self._value_cells = None if _is_plain(values) else values.flatten()
 
     def keys(self, layers: slice, batch: Batch) -> Tensor:
-        """`CacheLayout.keys` of one layer."""
-        (layer,) = self._layers[layers]
-        keys = self.read_keys(layer.kv_cache, batch.blocks)
-        return _picked(keys, batch.candidates[:, None].expand(-1, self.kv_heads, -1))
+        """`CacheLayout.keys`."""
+        some = self._layers[layers]
+        keys = torch.cat([self.read_keys(layer.kv_cache, batch.blocks) for layer in some])
+        return _picked(keys, self._candidates(batch, len(some)))
 
     def retain(self, layers: slice, batch: Batch, keys: Tensor, chosen: Tensor) -> None:
-        """`CacheLayout.retain` of one layer."""
-        (layer,) = self._layers[layers]
-        candidates = batch.candidates[:, None].expand(-1, self.kv_heads, -1)
-        values = _picked(self.read_values(layer.kv_cache, batch.blocks), candidates.gather(2, chosen))
-        self.write(layer, _picked(keys, chosen), values, batch.slots[:, : chosen.shape[2]])
+        """`CacheLayout.retain`."""
+        some = self._layers[layers]
+        values = torch.cat([self.read_values(layer.kv_cache, batch.blocks) for layer in some])
+        values = _picked(values, self._candidates(batch, len(some)).gather(2, chosen))
+        slots, count = batch.slots[:, : chosen.shape[2]], len(some)
+        rows = zip(some, _picked(keys, chosen).chunk(count), values.chunk(count), strict=True)
+        for layer, its_keys, its_values in rows:
+            self.write(layer, its_keys, its_values, slots)
+
+    def _candidates(self, batch: Batch, layers: int) -> Tensor:
+        """int64 [layers * requests, kv_heads, tokens]: where the candidates are in the blocks that are read."""
+        return batch.candidates[:, None].expand(-1, self.kv_heads, -1).repeat(layers, 1, 1)
 
     def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Keys of whole blocks, int64 [requests, n] ids -> [requests, kv_heads, n * block_size, head_dim]."""
