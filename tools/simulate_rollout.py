@@ -178,7 +178,7 @@ def schedule(
     )
     speed = engine_speed(shape, machine, attained, tensor)
     if fit:
-        speed = usable(fit_speed, usable(read_sums, fit))
+        speed = usable(fit_speed, *usable(read_sums, fit))
     tokens = pool or usable(pool_tokens, shape, machine, memory_share=memory_share, tensor=tensor)
     groups = groups or 4 * engines
     scenario = Scenario(

@@ -45,9 +45,11 @@ def event_engine(case: EngineCase) -> EventEngine:
     return engine
 
 
-@pytest.mark.parametrize("prompt", [64, 250])
-def test_compacted_caches_are_scheduled_alike(prompt: int) -> None:
-    this = case(prompt=prompt, sparse_kv=SPARSE)
+@pytest.mark.parametrize(("prompt", "protect"), [(64, 512), (250, 512), (400, 64)])
+def test_compacted_caches_are_scheduled_alike(prompt: int, protect: int) -> None:
+    """Also where a prompt is longer than what is protected of it, budget and buffer."""
+    speed = replace(case().speed, compaction=1e-3)
+    this = case(prompt=prompt, sparse_kv=replace(SPARSE, protect_prompt=protect), speed=speed)
     report, engine = simulate_engine(this), event_engine(this)
     assert report.steps == engine.step
     assert report.most_running == engine.counts.most_running
@@ -58,14 +60,14 @@ def test_compacted_caches_are_scheduled_alike(prompt: int) -> None:
 
 @pytest.mark.parametrize("pool", [8000, 20000])
 def test_dense_caches_in_a_small_pool_come_close(pool: int) -> None:
-    """Blocks make the difference: the event engine counts tokens, and takes lost blocks for lost."""
+    """Blocks make the difference: the event engine counts tokens."""
     this = case(pool_tokens=pool)
     report, engine = simulate_engine(this), event_engine(this)
     assert report.tokens == engine.counts.tokens
     assert report.steps == pytest.approx(engine.step, rel=0.08)
     assert report.seconds == pytest.approx(engine.clock, rel=0.1)
     assert report.preemptions == pytest.approx(engine.counts.preemptions, rel=0.2)
-    assert 0 < report.recomputed_tokens <= engine.counts.recomputed
+    assert report.recomputed_tokens == pytest.approx(engine.counts.recomputed, rel=0.25)
 
 
 def test_a_share_of_engine_and_work_stands_for_the_whole() -> None:

@@ -1,35 +1,23 @@
 """Benchmarks: figures from raw measurements, fair batches, and what a failing or missing part says."""
 
-import importlib
+import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from megatron_sparse_rl.rollout.simulation.speed import EngineSpeed
+from tests.tool_scripts import BENCHMARKS, quick_result, tool_modules
 
-FOLDER = Path(__file__).resolve().parents[2] / "tools" / "bench"
 GIB = 2**30
+COMPACTION = 0.005  # seconds
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """Imports a benchmark as its own script does: siblings are top-level modules."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-    def imported(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield imported
-    for name in [name for name, module in sys.modules.items() if is_ours(module)]:
-        del sys.modules[name]
-
-
-def is_ours(module: ModuleType) -> bool:
-    return str(getattr(module, "__file__", "")).startswith(str(FOLDER))
+def load():
+    with tool_modules(BENCHMARKS) as imported:
+        yield imported
 
 
 def rounds(*seconds: float, peak: float = 3.0, norm: float = 2.0) -> list[dict[str, float]]:
@@ -143,7 +131,7 @@ def test_steps_are_read_without_evaluations(load, tmp_path: Path) -> None:
 def test_partial_rollouts_are_predicted_from_the_synchronous_steps(load) -> None:
     """An engine that is exactly as fast as the simulator thinks is predicted exactly."""
     bench = load("partial_rollout")
-    speed = EngineSpeed(fixed=0.03, request=4e-3, prefill_token=1e-3)
+    speed = EngineSpeed(fixed=0.06, request=1e-3, prefill_token=1e-3, compaction=COMPACTION)
     sums = [
         {
             "steps": 5 + running,
@@ -154,22 +142,46 @@ def test_partial_rollouts_are_predicted_from_the_synchronous_steps(load) -> None
         }
         for running in range(1, 9)
     ]
-    workload = load("partial_rollout_workload")
+    predicted = functools.partial(load("partial_rollout_workload").predicted_seconds, warm_up=bench.WARM_UP)
     seconds = {
-        side: workload.predicted_seconds(bench.QUICK, speed, partial=side == "partial", warm_up=bench.WARM_UP)
-        for side in ("synchronous", "partial")
+        pair: {side: predicted(bench.QUICK[pair], speed, partial=side == "partial") for side in bench.SIDES}
+        for pair in bench.QUICK
     }
-    measured = {
-        "speedup_dense": seconds["synchronous"] / seconds["partial"],
-        "sides": {side: {"seconds_per_1000_tokens": value} for side, value in seconds.items()},
+    found = {
+        pair: {
+            side: {"steps": constant_steps(bench.WARM_UP + 2, value), "decode_sums": sums}
+            for side, value in sides.items()
+        }
+        for pair, sides in seconds.items()
     }
-    found = bench.prediction(bench.QUICK, sums, measured)
-    assert found["speedup_dense_predicted"] == pytest.approx(measured["speedup_dense"])
-    assert found["speedup_dense_predicted"] > 1.3
-    assert found["simulator_error"] == pytest.approx(0, abs=1e-6)
-    measured["sides"]["partial"]["seconds_per_1000_tokens"] *= 1.25
-    assert bench.prediction(bench.QUICK, sums, measured)["simulator_error"] == pytest.approx(0.2)
-    assert json.loads(json.dumps(found)) == found
+    result = bench.summary(bench.QUICK, found)
+    for pair in bench.QUICK:
+        expected = seconds[pair]["synchronous"] / seconds[pair]["partial"]
+        assert result[f"speedup_{pair}"] == pytest.approx(expected)
+        assert result["pairs"][pair]["speedup_predicted"] == pytest.approx(expected)
+    assert result["speedup_sparse"] > result["speedup_dense"] > 1.3
+    assert result["simulator_error"] == pytest.approx(0, abs=1e-6)
+    found["sparse"]["partial"]["steps"] = constant_steps(
+        bench.WARM_UP + 2, 1.25 * seconds["sparse"]["partial"]
+    )
+    assert bench.summary(bench.QUICK, found)["simulator_error"] == pytest.approx(0.25)
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_compacted_caches_are_for_the_partial_side_of_a_workload_with_a_rule(load) -> None:
+    workloads, pool = load("partial_rollout").FULL, load("partial_rollout_workload").cache_pool
+    assert [pool(workloads["dense"], partial=partial).rule for partial in (False, True)] == [None, None]
+    assert pool(workloads["sparse"], partial=False).rule is None
+    assert pool(workloads["sparse"], partial=True).rule is not None
+    small = workloads["sparse"]
+    assert pool(small, partial=True).tokens == small["pool_sequences"] * (96 + small["limit"]), "80 in blocks"
+
+
+def constant_steps(count: int, seconds: float) -> list[dict[str, float]]:
+    """Steps of a side that needs `seconds` for 1,000 trained tokens."""
+    names = ("sampled_tokens", "utilisation", "polling", "staleness")
+    compacted = {"compactions": 4.0, "compaction_seconds": 4 * COMPACTION}
+    return [{"seconds": seconds, "trained_tokens": 1000.0, **compacted, **dict.fromkeys(names, 0.5)}] * count
 
 
 def test_one_step_is_refused(load, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +199,7 @@ def test_a_child_answers_and_its_end_is_told(load, tmp_path: Path) -> None:
     common = load("common")
     script = tmp_path / "child.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nfrom common import serve\n"
+        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nfrom common import serve\n"
         "def answer(request):\n    print('noise of a library')\n    return {'twice': 2 * request['n']}\n"
         "serve(answer)\n"
     )
@@ -207,10 +219,7 @@ def test_header_says_what_was_measured(load) -> None:
 
 @pytest.mark.slow
 def test_quick_learner_benchmark_runs(tmp_path: Path) -> None:
-    path = tmp_path / "learner.json"
-    command = [sys.executable, str(FOLDER / "learner.py"), "--quick", "--json", str(path)]
-    subprocess.run(command, check=True, timeout=300)
-    found = json.loads(path.read_text())
+    found = quick_result("learner", tmp_path / "learner.json")
     assert found["quick"] is True
     assert set(found["precisions"]) == {"fp32", "bf16"}
     assert found["tokens_per_s_ratio"] > 0

@@ -19,7 +19,7 @@ from megatron_sparse_rl.rollout.simulation.copris import (
     simulate_point,
 )
 from megatron_sparse_rl.rollout.simulation.event_engine import CachePool, EventEngine, Request
-from megatron_sparse_rl.rollout.simulation.fit import DecodeSums, fit_speed, read_sums
+from megatron_sparse_rl.rollout.simulation.fit import CompactionSums, DecodeSums, fit_speed, read_sums
 from megatron_sparse_rl.rollout.simulation.modes import MODES, compare_modes
 from megatron_sparse_rl.rollout.simulation.picture import draw_speedups
 from megatron_sparse_rl.rollout.simulation.schedule import Run
@@ -151,22 +151,27 @@ def test_what_runs_do_not_tell_apart_is_left_out() -> None:
 
 def test_benchmark_results_are_read(tmp_path: Path) -> None:
     stock = {"seconds": 4.0, "steps": 100.0}
+    compacted = {"seconds": 9.0, "steps": 1.0, "compactions": 3.0, "compaction_share": 0.5}
     sparse = {
         "benchmark": "sparse_kv",
         "workload": {"prompt": 10, "crowded": {"requests": 4, "answer": 50}},
-        "rounds": {"crowded": {"stock": [stock], "sparse": [{"seconds": 9.0, "steps": 1.0}]}},
+        "rounds": {"crowded": {"stock": [stock], "sparse": [compacted]}},
     }
     partial = {
         "benchmark": "partial_rollout",
         "decode_sums": {
             "synchronous": [{"steps": 1, "seconds": 2, "requests": 3, "cached": 4, "prefilled": 5}]
         },
+        "compaction_sums": {"compactions": 6.0, "seconds": 2.7},
     }
     paths = []
     for name, content in (("s", sparse), ("p", partial)):
         paths.append(tmp_path / f"{name}.json")
         paths[-1].write_text(json.dumps(content))
-    assert read_sums(paths) == [DecodeSums(100, 4, 200, 200 * 35, 40), DecodeSums(1, 2, 3, 4, 5)]
+    decode, compacted_sums = read_sums(paths)
+    assert decode == [DecodeSums(100, 4, 200, 200 * 35, 40), DecodeSums(1, 2, 3, 4, 5)]
+    assert compacted_sums == [CompactionSums(3.0, 4.5), CompactionSums(6.0, 2.7)]
+    assert fit_speed(decode, compacted_sums).compaction == pytest.approx(0.8)
     paths[0].write_text('{"benchmark": "learner"}')
     with pytest.raises(ValueError, match="partial_rollout or sparse_kv"):
         read_sums(paths)
@@ -185,16 +190,18 @@ def run(engine: EventEngine, requests: list[Request]) -> list[Request]:
     return ended
 
 
-def test_a_full_dense_pool_preempts_the_last_and_computes_it_again() -> None:
-    pool = CachePool(tokens=240, block=2, longest=200)
+def test_a_full_dense_pool_preempts_the_last_which_finds_again_what_was_not_written_over() -> None:
+    pool = CachePool(tokens=160, block=2, longest=200)
     engine = EventEngine(EngineSpeed(fixed=1.0, prefill_token=0.01), pool, 10)
     ended = run(engine, [Request(name, i, 20, 0, 100) for i, name in enumerate("ab")])
     assert [request.key for request in ended] == ["a", "b"]
     assert engine.counts.preemptions == 1
     assert engine.counts.tokens == 200
-    # Together they grow by 2 a step; "b" waits at the pool's end until "a" has ended.
-    assert engine.counts.recomputed == engine.counts.prefilled - 40
-    assert engine.step == 100 + (100 - (engine.counts.recomputed - 20))
+    # Together they grow by 2 a step, from 21 tokens each; at 80 "b" waits until "a" has ended, which writes
+    # over 41 of its tokens.
+    assert engine.counts.recomputed == 79 - (80 - 41)
+    assert engine.counts.prefilled == 20 + 20 + engine.counts.recomputed
+    assert engine.step == 100 + 41
     assert engine.clock == pytest.approx(engine.step + 0.01 * engine.counts.prefilled)
 
 
@@ -222,6 +229,19 @@ def test_a_compacted_cache_holds_its_bound_from_the_start() -> None:
     small = EventEngine(engine.speed, replace(pool, tokens=40), 10)
     with pytest.raises(ValueError, match="does not fit a KV pool of 40;"):
         small.submit(Request("x", 9, 90, 0, 100))
+
+
+def test_a_resumed_compacted_cache_is_computed_in_chunks_and_compacted_on_the_way() -> None:
+    pool = CachePool(tokens=100, block=2, longest=200, rule=Lengths(20, 10), protect=20)
+    engine = EventEngine(EngineSpeed(fixed=1.0, compaction=0.5), pool, 10)
+    engine.submit(Request("a", 0, 20, 100, 30))
+    engine.admit()
+    assert engine.advance(5) == []
+    assert [request.done for request in engine.cancel()] == [100], "a chunk ends at 50, 60, ... 110 tokens"
+    (ended,) = run(engine, [Request("b", 0, 20, 100, 30)])
+    assert (ended.done, engine.counts.tokens) == (130, 30)
+    assert engine.step == 5 + 7 + 30
+    assert engine.clock == pytest.approx((5 + 37) * (1 + 0.5 / 10) + 2 * 7 * 0.5)
 
 
 # ---- predictions ----

@@ -1,7 +1,8 @@
 """One side of partial_rollout.py: the steps of a collector on the real engine, with imposed answer lengths.
 
 Answers one request {"partial", "workload", "warm_up"} with what each step took, and the sums over the decode
-steps after the first `warm_up` stages, by the number of requests that ran.
+steps after the first `warm_up` stages, by the number of requests in flight (which all run where the pool is
+large enough).
 """
 
 import dataclasses
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from common import serve
-from partial_rollout_workload import BLOCK, MAX_STALENESS, PROMPT_TOKENS, answer_length
+from partial_rollout_workload import MAX_STALENESS, PROMPT_TOKENS, answer_length, longest
+from pool import BLOCK, pool_settings
 
 from megatron_sparse_rl.config import Config, from_tree
 from megatron_sparse_rl.observability.metrics import staleness_metrics
@@ -28,12 +30,13 @@ SHARED = (PROMPT_TOKENS - 1) // BLOCK * BLOCK  # tokens of a prompt that its sec
 
 class FixedLengths:
     """The engine, but an answer ends after its own number of tokens instead of at a stop token; it notes what
-    its decode steps took.
+    its decode steps took. An engine that reserves by the answer's limit learns its own number in this way: of
+    use only to answers shorter than the budget and buffer, which are few in the workloads.
     """
 
     def __init__(self, engine: Engine, workload: dict[str, Any]) -> None:
         self._engine, self._workload = engine, workload
-        self.sums: dict[int, DecodeSums] = {}  # by the number of requests that ran
+        self.sums: dict[int, DecodeSums] = {}  # by the number of requests in flight
         self._context: dict[str, int] = {}  # tokens of each request
         self.begin_stage()
 
@@ -100,15 +103,14 @@ def scored(groups: list[Group]) -> list[Group]:
 def configuration(workload: dict[str, Any], *, partial: bool) -> Config:
     requests = workload["groups"] * workload["samples"]
     rollout = {
+        **pool_settings(workload["pool_sequences"], longest(workload)),
         "groups_per_step": workload["groups"],
         "samples_per_group": workload["samples"],
         "max_prompt_tokens": PROMPT_TOKENS,
         "max_response_tokens": workload["limit"],
-        "precision": "bf16",
-        "block_size": BLOCK,
-        "kv_cache_gib": 2.0,
         "max_running": requests,
         "partial": {"enabled": partial, "concurrency": requests, "max_staleness": MAX_STALENESS},
+        "sparse_kv": (workload["sparse_kv"] or {}) if partial else {},
     }
     return from_tree({"rollout": rollout})
 
@@ -135,6 +137,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def one_step(collector: Collector, step: int) -> dict[str, float]:
     began = time.perf_counter()
     rollout = collector.collect(step)
+    cache = rollout.cache
     return {
         "seconds": time.perf_counter() - began,
         "trained_tokens": float(sum(t.length for g in rollout.groups for t in g.trajectories)),
@@ -142,6 +145,8 @@ def one_step(collector: Collector, step: int) -> dict[str, float]:
         "utilisation": rollout.counters["utilisation"],
         "polling": rollout.counters["seconds_polling"],
         "staleness": staleness_metrics(rollout.groups, step - 1)["staleness/token_mean"],
+        "compactions": float(cache.compactions) if cache else 0.0,
+        "compaction_seconds": cache.seconds if cache else 0.0,
     }
 
 

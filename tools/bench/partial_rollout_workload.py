@@ -6,18 +6,18 @@ In: a workload, an engine's speed. Out: lengths of answers; the figures of simul
 from typing import Any
 
 import numpy as np
+from pool import BLOCK, whole_blocks
 
 from megatron_sparse_rl.rollout.simulation.event_engine import CachePool
 from megatron_sparse_rl.rollout.simulation.schedule import Run
 from megatron_sparse_rl.rollout.simulation.speed import EngineSpeed, LearnerSpeed
 from megatron_sparse_rl.rollout.simulation.stage import Scenario
+from megatron_sparse_rl.rollout.sparse_kv.lengths import Lengths
 
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 80
 SHORTEST = 4
-BLOCK = 32
 MAX_STALENESS = 16
 NO_LEARNING = LearnerSpeed(0.0, 0.0, 0.0)
-AMPLE = 10**9  # tokens of a pool that is never short
 
 
 def answer_length(workload: dict[str, Any], prompt: int, sample: int) -> int:
@@ -28,12 +28,28 @@ def answer_length(workload: dict[str, Any], prompt: int, sample: int) -> int:
     return int(np.clip(draw, SHORTEST, workload["limit"]))
 
 
+def longest(workload: dict[str, Any]) -> int:
+    """Tokens of the longest sequence."""
+    return int(PROMPT_TOKENS + workload["limit"])
+
+
+def cache_pool(workload: dict[str, Any], *, partial: bool) -> CachePool:
+    """The pool of a side; caches are compacted where the workload has a rule and the side is partial."""
+    most = longest(workload)
+    tokens = workload["pool_sequences"] * whole_blocks(most) * BLOCK
+    settings = workload["sparse_kv"]
+    if not (partial and settings):
+        return CachePool(tokens, BLOCK, most)
+    rule = Lengths(settings["budget"], settings["buffer"])
+    return CachePool(tokens, BLOCK, most, rule, settings["protect_prompt"])
+
+
 def predicted_seconds(workload: dict[str, Any], speed: EngineSpeed, *, partial: bool, warm_up: int) -> float:
     """Simulated seconds of sampling for 1,000 trained tokens, over the stages after `warm_up`."""
     samples = workload["samples"]
     scenario = Scenario(
         speed=speed,
-        pool=CachePool(AMPLE, BLOCK, PROMPT_TOKENS + workload["limit"]),
+        pool=cache_pool(workload, partial=partial),
         learner=NO_LEARNING,
         lengths=lambda prompt: np.array([answer_length(workload, prompt, i) for i in range(samples)]),
         engines=1,

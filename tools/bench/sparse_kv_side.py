@@ -12,19 +12,17 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from common import serve
+from pool import BLOCK, pool_settings, whole_blocks
 
 from megatron_sparse_rl.config import Config, from_tree
 from megatron_sparse_rl.rollout.engine import Engine
 from megatron_sparse_rl.rollout.engine_arguments import cache_tokens_per_request
 from megatron_sparse_rl.rollout.sampling import SampleRequest
 from megatron_sparse_rl.rollout.vllm_compat import replaced
-from megatron_sparse_rl.weights.architecture import read_architecture
 from megatron_sparse_rl.weights.default_model import resolve_model
 
-BLOCK = 32
 WARM_UP_TOKENS = 8
 MOST_RUNNING = 64
-GIB = 2**30
 
 
 class Side:
@@ -49,7 +47,7 @@ class Side:
         began = time.perf_counter()
         running, preemptions, blocks = self._sample(requests)
         seconds = time.perf_counter() - began
-        compacting = self._engine.take_cache_report().seconds if self._sparse else 0.0
+        report = self._engine.take_cache_report() if self._sparse else None
         return {
             "seconds": seconds,
             "tokens_per_s": settings["requests"] * settings["answer"] / seconds,
@@ -58,13 +56,14 @@ class Side:
             "preemptions": float(preemptions),
             "peak_blocks_per_request": float(blocks),
             "bound_blocks": float(self._bound),
-            "compaction_share": compacting / seconds,
+            "compactions": float(report.compactions) if report else 0.0,
+            "compaction_share": report.seconds / seconds if report else 0.0,
         }
 
     def decode(self, length: int) -> dict[str, float]:
         """Tokens/s of decode steps with as many sequences of about `length` tokens as the pool holds."""
         steps = self._workload["decode_steps"]
-        held = self._bound if self._sparse else -(-length // BLOCK)
+        held = self._bound if self._sparse else whole_blocks(length)
         count = min((self._scheduler.kv_cache_config.num_blocks - 1) // held, MOST_RUNNING)
         # The first ones decode while the prompts of the last are still read.
         answer = steps + 8 + length // 32
@@ -124,18 +123,12 @@ class Side:
 
 
 def configuration(workload: dict[str, Any], *, sparse: bool) -> Config:
-    """A pool for `dense_sequences` whole sequences, and vLLM's own block."""
-    crowded = workload["crowded"]
-    config = from_tree({})
-    shape = read_architecture(resolve_model(config.model))
-    block_bytes = BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
-    blocks = 1 + workload["dense_sequences"] * -(-(workload["prompt"] + crowded["answer"]) // BLOCK)
+    """A pool for `dense_sequences` whole sequences."""
+    answer = workload["crowded"]["answer"]
     rollout = {
+        **pool_settings(workload["dense_sequences"], workload["prompt"] + answer),
         "max_prompt_tokens": max(workload["lengths"]),
-        "max_response_tokens": crowded["answer"],
-        "precision": "bf16",
-        "block_size": BLOCK,
-        "kv_cache_gib": blocks * block_bytes / GIB,
+        "max_response_tokens": answer,
         "max_running": MOST_RUNNING,
         "sparse_kv": workload["sparse_kv"] if sparse else {},
     }

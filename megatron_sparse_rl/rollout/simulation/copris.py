@@ -62,7 +62,7 @@ class Assumptions:
 
     median: float = 2500.0
     sigma: float = 1.25
-    fixed_s: float = 27.0
+    fixed_s: float = 29.0
     curve_model: str = "Qwen3-8B"
     gpu: str = "H100"
     prompt: int = 150

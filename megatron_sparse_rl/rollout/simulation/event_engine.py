@@ -4,8 +4,8 @@ In: requests, each with the tokens that are left of its answer. Out: which ended
 it took, and what the KV pool did: requests that waited for room, preemptions, tokens computed again. Between
 two events the number of requests is constant, so any number of steps is one sum.
 
-What it leaves out: prefill is charged in seconds, not cut into chunks; cached blocks that a preempted request
-could find again are taken as lost.
+Prefill is charged in seconds when a request enters; steps without a token for it are counted only where a
+compacted cache ends its chunks, and not where a chunk would exceed the engine's tokens of a step.
 """
 
 import heapq
@@ -54,6 +54,14 @@ class CachePool:
         protected = min(prompt, self.protect)
         return max(0, self.rule.next_compaction(0, protected) - prompt)
 
+    def chunks(self, prompt: int, done: int) -> int:
+        """Steps that computing prompt and answer anew takes before the one that samples: a chunk ends where
+        the cache is compacted.
+        """
+        if self.rule is None:
+            return 0
+        return self.rule.compactions(prompt + done - 1, min(prompt, self.protect))
+
     def saturated(self, prompt: int) -> float:
         """Mean tokens in a cache from then on."""
         assert self.rule is not None
@@ -69,11 +77,12 @@ class Request:
     prompt: int
     done: int
     left: int
-    admitted: int = 0  # the step in which it entered
+    samples_from: int = 0  # the step that samples its next token, once it entered
+    freed: "Freed | None" = None  # what it left in the pool when it was preempted
 
     def at(self, step: int) -> int:
         """Answer tokens at a step, while it runs."""
-        return self.done + step - self.admitted
+        return self.done + max(0, step - self.samples_from)
 
     def stop(self, step: int) -> None:
         """It does not run any more: what it has sampled is done."""
@@ -82,10 +91,18 @@ class Request:
         self.done = done
 
 
+@dataclass(slots=True)
+class Freed:
+    """Tokens of the pool that are free again and not yet written over, of one request."""
+
+    tokens: float
+
+
 @dataclass
 class Counts:
-    """Sums over an engine's life. `occupancy`: integral of requests that run, over seconds; `prefilled`:
-    tokens of prompts and of answers that were computed again, of which `recomputed` after preemptions.
+    """Sums over an engine's life. `occupancy`: integral of requests that run, over seconds; `tokens` of
+    requests that do not run any more; `prefilled`: tokens of prompts and of answers that were computed again,
+    of which `recomputed` after preemptions.
     """
 
     tokens: int = 0
@@ -98,7 +115,8 @@ class Counts:
 
 class EventEngine:
     """Requests are admitted in their order, as many as the pool and `most_running` allow; when a dense pool
-    is full, the last one admitted goes back to the head of the queue (vLLM's policy).
+    is full, the last one admitted goes back to the head of the queue, and finds again what was not written
+    over in the meantime, which is what was freed first (vLLM's policies).
     """
 
     def __init__(self, speed: EngineSpeed, pool: CachePool, most_running: int) -> None:
@@ -115,7 +133,8 @@ class EventEngine:
         self._growing = 0
         self._read = 0.0  # cached tokens that the next step reads
         self._held = 0.0  # tokens of the pool that are taken
-        self._prefill = 0  # tokens to be computed in the next step beside the decoding ones
+        self._freed = deque([Freed(pool.tokens)])  # what is written over next, first
+        self._entering = 0.0  # seconds that requests take to enter, in the next step
 
     @property
     def in_flight(self) -> int:
@@ -157,7 +176,10 @@ class EventEngine:
     def seconds(self, steps: int) -> float:
         """What the next `steps` steps take, at most up to the next event."""
         decode = self.speed.decode(len(self._running), self._read, steps, self._growing)
-        return decode + self._prefill * self.speed.prefill_token
+        if self.pool.rule is not None:
+            compactions = steps * (len(self._running) - self._growing) / self.pool.rule.buffer
+            decode += compactions * self.speed.compaction
+        return decode + self._entering
 
     def steps_until(self, time: float) -> int:
         """Steps, at most up to the next event, whose end is the first at or after a time."""
@@ -175,11 +197,10 @@ class EventEngine:
         self.clock += seconds
         self.step += steps
         self.counts.occupancy += seconds * running
-        self.counts.tokens += steps * running
         self._read += steps * self._growing
         if self.pool.rule is None:
-            self._held += steps * running
-        self._prefill = 0
+            self._write(steps * running)
+        self._entering = 0.0
         self._saturate()
         ended = self._end()
         if not self._make_room():
@@ -189,11 +210,13 @@ class EventEngine:
     def cancel(self) -> list[Request]:
         """Take everything back: `done` and `left` as they stand."""
         for request in self._running.values():
+            self.counts.tokens += request.at(self.step) - request.done
             request.stop(self.step)
         cancelled = [*self._running.values(), *self._waiting]
         for held in (self._running, self._waiting, self._ends, self._bounds, self._groups):
             held.clear()
-        self._growing, self._read, self._held, self._prefill = 0, 0.0, 0.0, 0
+        self._growing, self._read, self._held, self._entering = 0, 0.0, 0.0, 0.0
+        self._freed = deque([Freed(self.pool.tokens)])
         return cancelled
 
     # ---- events ----
@@ -223,9 +246,9 @@ class EventEngine:
         while self.pool.rule is None and self._held + len(self._running) > self.pool.tokens:
             request = self._leave(next(reversed(self._running)))
             request.stop(self.step)
+            request.freed = self._freed[-1]
             self._waiting.appendleft(request)
             self.counts.preemptions += 1
-            self.counts.recomputed += request.prompt + request.done
             preempted = True
         return preempted
 
@@ -247,14 +270,23 @@ class EventEngine:
         self._admissions += 1
         shared = self.pool.shared(request.prompt)
         first = not self._groups[request.group]
-        self._held += self.pool.own(request.prompt, request.done) + (shared if first else 0)
         fresh = request.prompt + request.done - (0 if first else shared)
-        self._prefill += fresh
+        taken = self.pool.own(request.prompt, request.done) + (shared if first else 0)
+        if request.freed is not None:
+            found = int(min(max(0, fresh - self.pool.block / 2), request.freed.tokens))  # whole blocks
+            request.freed.tokens -= found
+            request.freed = None
+            self._held += found
+            fresh, taken = fresh - found, taken - found
+            self.counts.recomputed += fresh
+        self._write(taken)
         self.counts.prefilled += fresh
+        chunks = self.pool.chunks(request.prompt, request.done)
+        self._entering += fresh * self.speed.prefill_token + chunks * self.speed.compaction
         self._groups[request.group] += 1
-        request.admitted = self.step
+        request.samples_from = self.step + chunks
         self._running[number] = request
-        heapq.heappush(self._ends, (self.step + request.left, number))
+        heapq.heappush(self._ends, (request.samples_from + request.left, number))
         grown = self.pool.saturation(request.prompt)
         if request.done < grown:
             self._growing += 1
@@ -272,10 +304,24 @@ class EventEngine:
         last = not self._groups[request.group]
         if last:
             del self._groups[request.group]
-        self._held -= self.pool.own(request.prompt, done) + (self.pool.shared(request.prompt) if last else 0)
+        freed = self.pool.own(request.prompt, done) + (self.pool.shared(request.prompt) if last else 0)
+        self._held -= freed
+        self._freed.append(Freed(freed))
+        self.counts.tokens += done - request.done
         if done < self.pool.saturation(request.prompt):
             self._growing -= 1
             self._read -= request.prompt + done
         else:
             self._read -= self.pool.saturated(request.prompt)
         return request
+
+    def _write(self, tokens: float) -> None:
+        """Take tokens of the pool, those first that were freed first."""
+        self._held += tokens
+        while tokens > 0 and self._freed:
+            oldest = self._freed[0]
+            taken = min(tokens, oldest.tokens)
+            oldest.tokens -= taken
+            tokens -= taken
+            if not oldest.tokens:
+                self._freed.popleft()

@@ -1,7 +1,7 @@
 """The speed of an engine from measured runs.
 
-In: sums over decode steps, from the JSON of `tools/bench/partial_rollout.py` or `sparse_kv.py`. Out: the
-`EngineSpeed` that explains them best with no coefficient below zero.
+In: sums over decode steps and over compactions, from the JSON of `tools/bench/partial_rollout.py` or
+`sparse_kv.py`. Out: the `EngineSpeed` that explains them best with no coefficient below zero.
 """
 
 import itertools
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from megatron_sparse_rl.rollout.simulation.speed import EngineSpeed
+
+Sums = tuple[list["DecodeSums"], list["CompactionSums"]]
 
 COEFFICIENTS = ("fixed", "request", "kv_token", "prefill_token")
 
@@ -31,9 +33,18 @@ class DecodeSums:
     prefilled: float
 
 
-def fit_speed(sums: Sequence[DecodeSums]) -> EngineSpeed:
+@dataclass(frozen=True)
+class CompactionSums:
+    """Compactions, each of one request's cache, and the seconds they took."""
+
+    compactions: float
+    seconds: float
+
+
+def fit_speed(sums: Sequence[DecodeSums], compacted: Sequence[CompactionSums] = ()) -> EngineSpeed:
     """Least squares of the mean seconds of a step, each sum weighted by its steps; coefficients that would be
-    negative, or that the runs do not tell apart, are 0. Raises ValueError for no sums.
+    negative, or that the runs do not tell apart, are 0. A compaction takes its mean seconds. Raises
+    ValueError for no sums.
     """
     if not sums:
         raise ValueError("there are no measured steps to fit an engine's speed to")
@@ -50,48 +61,59 @@ def fit_speed(sums: Sequence[DecodeSums]) -> EngineSpeed:
             if rank == size and found.min() >= 0 and left < least * (1 - 1e-6):
                 best, least = np.zeros(len(COEFFICIENTS)), left
                 best[list(chosen)] = found / np.linalg.norm(rows[:, chosen], axis=0)
-    return EngineSpeed(**dict(zip(COEFFICIENTS, map(float, best), strict=True)))
+    count = sum(item.compactions for item in compacted)
+    compaction = sum(item.seconds for item in compacted) / count if count else 0.0
+    return EngineSpeed(**dict(zip(COEFFICIENTS, map(float, best), strict=True)), compaction=compaction)
 
 
-def read_sums(paths: Iterable[Path]) -> list[DecodeSums]:
-    """The dense steps of benchmark results. Raises ValueError for a file that is none of the two kinds."""
-    found = []
+def read_sums(paths: Iterable[Path]) -> Sums:
+    """The dense steps and the compactions of benchmark results. Raises ValueError for a file that is none of
+    the two kinds.
+    """
+    decode: list[DecodeSums] = []
+    compacted: list[CompactionSums] = []
     for path in paths:
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            found += READERS[result["benchmark"]](result)
+            steps, compactions = READERS[result["benchmark"]](result)
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} cannot be read as a result of {' or '.join(READERS)} ({error!r}); give the file "
                 "that the benchmark wrote with --json"
             ) from None
-    return found
+        decode += steps
+        compacted += compactions
+    return decode, compacted
 
 
-def _partial_rollout(result: dict[str, Any]) -> list[DecodeSums]:
-    return [DecodeSums(**item) for side in result["decode_sums"].values() for item in side]
+def _partial_rollout(result: dict[str, Any]) -> Sums:
+    decode = [DecodeSums(**item) for side in result["decode_sums"].values() for item in side]
+    return decode, [CompactionSums(**result["compaction_sums"])]
 
 
-def _sparse_kv(result: dict[str, Any]) -> list[DecodeSums]:
-    """The rounds of the stock engine, in which every answer had its full length."""
-    workload, found = result["workload"], []
+def _sparse_kv(result: dict[str, Any]) -> Sums:
+    """The rounds of the stock engine, in which every answer had its full length, and those with compacted
+    caches.
+    """
+    workload = result["workload"]
+    decode, compacted = [], []
     for name, sides in result["rounds"].items():
-        requests, answer, prompt = (
-            workload[name]["requests"],
-            workload[name]["answer"],
-            workload["prompt"],
-        )
+        requests, answer = workload[name]["requests"], workload[name]["answer"]
         for taken in sides["stock"]:
-            found.append(
+            decode.append(
                 DecodeSums(
                     steps=taken["steps"],
                     seconds=taken["seconds"],
                     requests=requests * answer,
-                    cached=requests * answer * (prompt + answer / 2),
-                    prefilled=requests * prompt,
+                    cached=requests * answer * (workload["prompt"] + answer / 2),
+                    prefilled=requests * workload["prompt"],
                 )
             )
-    return found
+        for taken in sides["sparse"]:
+            compacted.append(
+                CompactionSums(taken["compactions"], taken["compaction_share"] * taken["seconds"])
+            )
+    return decode, compacted
 
 
 READERS = {"partial_rollout": _partial_rollout, "sparse_kv": _sparse_kv}

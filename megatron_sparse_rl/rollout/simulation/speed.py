@@ -76,7 +76,8 @@ class Attained:
 @dataclass(frozen=True)
 class EngineSpeed:
     """Seconds: `fixed` for a decode step, `weights` to read them, `compute` and `request` for one token of
-    one request, `kv_token` for a cached token that is read, `prefill_token` for one of a prompt.
+    one request, `kv_token` for a cached token that is read, `prefill_token` for one of a prompt, `compaction`
+    to compact the cache of one request.
     """
 
     fixed: float
@@ -85,6 +86,7 @@ class EngineSpeed:
     request: float = 0.0
     kv_token: float = 0.0
     prefill_token: float = 0.0
+    compaction: float = 0.0
 
     def decode(self, running: float, cached: float, steps: float = 1, growth: float = 0.0) -> float:
         """Seconds of `steps` decode steps of `running` requests; the first reads `cached` tokens, each later

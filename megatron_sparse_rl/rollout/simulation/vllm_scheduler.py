@@ -183,10 +183,11 @@ class _Simulation:
 
     def _seconds(self, counts: dict[str, int]) -> float:
         """What the engine's speed gives a step, for the whole engine."""
-        read = prefilled = decoding = 0
+        read = prefilled = decoding = compacted = 0
         for name, count in counts.items():
             request = self._scheduler.requests[name]
             read += self._cached(request)
+            compacted += self._is_compacted(request)
             if count == 1:
                 decoding += 1
                 continue
@@ -194,12 +195,19 @@ class _Simulation:
             if request.num_preemptions:
                 self._sums.recomputed += count
         speed, scale = self._case.speed, 1 / self._case.share
-        return speed.decode(decoding * scale, read * scale) + prefilled * scale * speed.prefill_token
+        beside = prefilled * speed.prefill_token + compacted * speed.compaction
+        return speed.decode(decoding * scale, read * scale) + scale * beside
 
     def _cached(self, request: Any) -> int:
         if self._rule is None:
             return int(request.num_computed_tokens)
         return self._rule.physical(request.num_computed_tokens, self._protected)
+
+    def _is_compacted(self, request: Any) -> bool:
+        """Whether its cache is compacted after the step, whose tokens are counted as computed."""
+        if self._rule is None:
+            return False
+        return self._rule.is_compacted_at(request.num_computed_tokens, self._protected)
 
     def _sample(self, output: Any) -> int:
         """Give the scheduler the tokens it waits for; how many these are."""
