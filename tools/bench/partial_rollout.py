@@ -13,7 +13,7 @@ steps of the first pair alone, the time of a compaction to the first stages with
 count, and all sides are simulated with it. `simulator_error` is the largest of the relative errors of the
 partial sides' seconds and of the speed-ups.
 
-    python tools/bench/partial_rollout.py --json partial_rollout.json            # fifteen minutes, two cores
+    python tools/bench/partial_rollout.py --json partial_rollout.json            # twenty minutes, two cores
     python tools/bench/partial_rollout.py --json partial_rollout.json --quick    # a few short answers
 """
 
