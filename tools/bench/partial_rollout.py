@@ -9,8 +9,8 @@ so that the prefix cache is reset as after an update. The first stages, in which
 count.
 
 The simulator (docs/simulation.md) predicts the partial sides: an engine speed is fitted to the synchronous
-steps of the first pair alone, the time of a compaction to the first stages with compacted caches, which do not
-count, and all sides are simulated with it. `simulator_error` is the largest of the relative errors of the
+steps of the first pair alone, the time of a compaction to the first stages with compacted caches, which do
+not count, and all sides are simulated with it. `simulator_error` is the largest of the relative errors of the
 partial sides' seconds and of the speed-ups.
 
     python tools/bench/partial_rollout.py --json partial_rollout.json            # twenty minutes, two cores

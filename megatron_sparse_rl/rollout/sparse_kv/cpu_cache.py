@@ -1,8 +1,8 @@
 """Reading keys and values out of the blocks of vLLM's CPU cache, and writing them back.
 
-In: layers and block ids. Out: keys and values as [layers * requests, kv_heads, tokens, head_dim]. How a block stores
-keys depends on the instruction set (v1/attention/backends/cpu_attn.py, _get_attn_isa): the layout is found by
-writing known numbers through vLLM's own writer, which also writes what is retained.
+In: layers and block ids. Out: keys and values as [layers * requests, kv_heads, tokens, head_dim]. How a block
+stores keys depends on the instruction set (v1/attention/backends/cpu_attn.py, _get_attn_isa): the layout is
+found by writing known numbers through vLLM's own writer, which also writes what is retained.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class CPUCacheLayout:
             self.write(layer, its_keys, its_values, slots)
 
     def _candidates(self, batch: Batch, layers: int) -> Tensor:
-        """int64 [layers * requests, kv_heads, tokens]: where the candidates are in the blocks that are read."""
+        """int64 [layers * requests, kv_heads, tokens]: where the candidates are in the blocks read."""
         return batch.candidates[:, None].expand(-1, self.kv_heads, -1).repeat(layers, 1, 1)
 
     def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
